@@ -32,12 +32,6 @@ MOST_BRANCHES = 20
 LONG = {
     "evals/report.py": {"_measured"},
     "evals/scoring/python/job.py": {"job_of"},
-    "kernels/experts/config.py": {"refusal"},
-    "kernels/forest_decode/api.py": {"forest_decode"},
-    "kernels/forest_decode/config.py": {"choose_config"},
-    "kernels/row_products/config.py": {"refusal"},
-    "kernels/sampling/api.py": {"sample"},
-    "kernels/slim_decode/inputs.py": {"check_arguments"},
 }
 """Functions with more branches, which are to become none. Triton's kernels are left out."""
 

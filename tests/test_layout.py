@@ -299,7 +299,8 @@ def test_the_core_names_no_layout_of_a_cache_and_no_layer_that_stands_for_all(la
 # Files that run other programs with their flags.
 PROGRAMS = (
     *("evals/sandbox/__init__.py", "evals/sandbox/backends.py"),
-    *("evals/harness.py", "evals/scoring/java_and_javascript.py", "evals/scoring/runner.py", "kernels/cuda_module.py"),
+    *("evals/harness.py", "evals/scoring/java_and_javascript.py", "evals/scoring/runner.py"),
+    "kernels/slim_decode/cluster.py",
 )
 GIT = {"--format=%cs", "--no-patch", "--porcelain", "--short=12"}
 SILENT = {"--out", "--plot"}  # left out of the command that measurements name

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from hf_fastdecode.generation.decoding.sampling import TransformersSampler, read_chain
-from hf_fastdecode.kernels.sampling import limits
+from hf_fastdecode.kernels.limits import refusal_of_logits
 from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 
 from ..operator_time import Ceilings, in_us, measure_ceilings, time_operator
@@ -75,7 +75,7 @@ class SamplingBench:
         floor = size / self.ceilings.bytes_per_s
         result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"status": "ok", "bytes": size, "floor_us": 1e6 * floor}
         result["copy_tb_per_s"] = self.ceilings.bytes_per_s / 1e12
-        if way == "fast" and (reason := limits.refusal(self.device, getattr(torch, case.dtype))):
+        if way == "fast" and (reason := refusal_of_logits(self.device, getattr(torch, case.dtype))):
             return result | {"status": f"not run: {reason}"}
         try:
             found = self._fast(case) if way == "fast" else {"times": self._transformers(case)}

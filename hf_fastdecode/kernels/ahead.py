@@ -1,4 +1,4 @@
-"""Compiles kernels on threads before they are launched.
+"""Launches of Triton kernels, and their compilation on threads before they are launched.
 
 Triton compiles a kernel when it is first launched with other compile-time arguments: up to some seconds each, one
 after another. Here launches can be left out, and their kernels compile all at once: Triton's passes, ptxas and the
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import lru_cache
+from importlib import import_module
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ import torch
 
 from ..log import logger
 from .device import interpreted, triton_is_installed
+from .failures import Kernel, launching
 
 _MOST_THREADS = 8
 
@@ -30,6 +33,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     Launch parameters are chosen so that the tiles in flight fit the GPU's shared memory. Where a compiler takes more
     of it than was counted, the kernel is compiled with fewer in flight (the option ``STAGES``).
+
+    Args:
+        arguments: None for tensors that the kernel does not read with these options.
 
     Returns:
         Whether it was launched. Otherwise its outputs are what memory held: indices in them must be made valid.
@@ -52,6 +58,28 @@ def _is_out_of_resources(error: Exception) -> bool:
     from triton.runtime.errors import OutOfResources
 
     return isinstance(error, OutOfResources)
+
+
+def launch_named(
+    group: Kernel, name: str, device: torch.device, grid: tuple[int, ...], *arguments: Any, **options: Any
+) -> bool:
+    """`launch` a kernel on a device, whose module imports Triton, which may be missing.
+
+    Args:
+        group: The group of kernels that fails with this one.
+        name: The kernel's name within this package, such as ``pointwise.kernel.rotate``.
+
+    Raises:
+        KernelFailedError: The kernel cannot be compiled or launched on this device.
+    """
+    with launching(group, device):
+        return launch(_named(name), grid, *arguments, **options)
+
+
+@lru_cache
+def _named(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), function)
 
 
 def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Callable[[bool], bool] = bool) -> Result:
@@ -102,11 +130,7 @@ def _compiles_for(device: torch.device) -> bool:
 
 
 class _LeftOut:
-    """Which launches are left out.
-
-    Attributes:
-        everything: All from now on.
-    """
+    """Launches that are left out: those of missing kernels, and with `everything` all from now on."""
 
     def __init__(self, *, everything: bool = False) -> None:
         self.everything = everything
@@ -143,23 +167,14 @@ def _compiling(left_out: _LeftOut, device: torch.device) -> Iterator[_LeftOut]:
             mode.__exit__(None, None, None)
 
 
-class _Threads:
-    """Executor that starts its threads with the first piece of work; does the work itself where none can start."""
+class _Threads(ThreadPoolExecutor):
+    """Executor for functions that return Triton's compiled kernel; does the work itself where no thread can start."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(min(_MOST_THREADS, os.cpu_count() or 1), "hf_fastdecode_compile")
         self._device = device
-        self._pool: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> _Threads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:
-        """As of `concurrent.futures.Executor`, for a function that returns Triton's compiled kernel."""
-
+    def submit(self, compile_one: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
         def compile_and_load() -> Any:
             kernel = compile_one()
             with suppress(Exception), torch.cuda.device(self._device):
@@ -167,9 +182,7 @@ class _Threads:
             return kernel
 
         try:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "hf_fastdecode_compile")
-            return self._pool.submit(compile_and_load)
+            return super().submit(compile_and_load)
         except RuntimeError:  # no more threads can be started
             done = Future[Any]()
             done.set_result(compile_and_load())

@@ -1,10 +1,13 @@
-"""What kernels know of a device: Triton, its properties, and counters of programs that have arrived."""
+"""Properties of a device on which launches depend, Triton's presence, and arrival counters of programs."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,3 +60,26 @@ def counters(device: torch.device) -> Tensor:
     Successive launches on a stream may use the same.
     """
     return torch.zeros(MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is at least `number`; Triton's own function takes as long as a launch."""
+    return 1 << (number - 1).bit_length()
+
+
+Sized = TypeVar("Sized")
+
+
+def fitted(config: Sized, taken: Callable[[Sized], int], memory: int, *limits: tuple[str, int]) -> Sized:
+    """Launch parameters reduced to a device's shared memory: each field in turn, as far as needed.
+
+    Args:
+        taken: Bytes that launch parameters take.
+        memory: Bytes that a program can have.
+        limits: Fields, and how far each is reduced: stages one by one, sizes by half.
+    """
+    for name, least in limits:
+        while taken(config) > memory and (size := getattr(config, name)) > least:
+            changed: Any = {name: size - 1 if name == "stages" else size // 2}
+            config = replace(config, **changed)  # type: ignore[type-var]
+    return config

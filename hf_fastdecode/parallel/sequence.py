@@ -19,7 +19,7 @@ from torch import Tensor
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
-from ..attention.launch.step_tables import DescribedStep, NewTokens, StepTables
+from ..attention.launch.step_tables import Attend, DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
 from ..errors import Unsupported
 from .collectives import gathered_tokens, merge_over, partial_buffer
@@ -200,24 +200,14 @@ class DividedStepTables(StepTables):
         stored, first, _, whole = self._divided
         return NewTokens(whole.long(), stored.long(), stored + (first == 0))
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        new_keys: Tensor,
-        new_values: Tensor,
-        scoring: Scoring,
-        origins: Tensor | None = None,
-        other: Partial | None = None,
-        into: Partial | None = None,
-    ) -> Tensor:
-        """As `StepTables.attend`, with one collective after all that could raise; without `other` and `into`."""
+    def _over_all_keys(self, attend: Attend, query: Tensor, scoring: Scoring, into: Partial | None) -> Tensor:
+        """The processes' partials, merged by one collective after all that could raise; `into` is not written."""
         if scoring.window is not None:
             raise window_is_not_divided(scoring.window)
         if scoring.sinks is not None and not self._parallel.suffix_shard.counts_sinks:
             scoring = replace(scoring, sinks=None)
         buffer = partial_buffer(query.shape, query.device)
-        super().attend(layer, query, new_keys, new_values, scoring, origins, into=buffer.partial)
+        attend(scoring, buffer.partial)
         return merge_over(self._parallel.group, buffer, query.dtype).out
 
 

@@ -291,7 +291,7 @@ NARROW = Config(16, block_n=64)
 def test_chains_are_for_short_nodes(levels, rows, kv_heads, queries, found):
     """Trees of FastTree, and contexts that many rows share, of which the Hopper kernel's wide tiles waste nothing."""
     forest = tree(*levels, rows=rows)
-    config = choose_chains(forest, kv_heads, queries, 128, HOPPER, 132)
+    config = choose_chains(forest, HeadShape(kv_heads, queries, 128, False), HOPPER, 132)
     assert config is HOPPER if found is None else (config in CHAINED and config.block_m == found)
 
 
@@ -303,7 +303,7 @@ def test_narrow_tiles_large_heads_and_single_levels_have_no_chains():
         (tree((128, 16), rows=1024), 128, HOPPER),
         (Forest(1024), 128, HOPPER),
     ):
-        assert choose_chains(forest, 8, 4, head_dim, config, 132) is config
+        assert choose_chains(forest, HeadShape(8, 4, head_dim, False), config, 132) is config
 
 
 @pytest.mark.parametrize(("levels", "rows"), [(((1, 4000),), 10), (((1, 8), (2, 256)), 64)])
@@ -311,8 +311,9 @@ def test_own_nodes_do_not_decide(levels, rows):
     """A captured step has its launch parameters before any row has own nodes, and keeps them."""
     forest = tree(*levels, rows=rows)
     for tokens in (1, 384):
-        found = choose_chains(with_own_nodes(forest, tokens), 1, 16, 128, HOPPER, 132)
-        assert found is choose_chains(forest, 1, 16, 128, HOPPER, 132)
+        shape = HeadShape(1, 16, 128, False)
+        found = choose_chains(with_own_nodes(forest, tokens), shape, HOPPER, 132)
+        assert found is choose_chains(forest, shape, HOPPER, 132)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +329,7 @@ def test_own_nodes_do_not_decide(levels, rows):
 def test_captured_chains_stay_where_they_cost_little(levels, rows, wide, stays):
     forest = with_own_nodes(tree(*levels, rows=rows), 1)
     chained, _ = CHAINED
-    assert chains_may_stay(forest, 2, 4, chained, wide, 132) is stays
-    assert not chains_may_stay(forest, 2, 4, chained, NARROW, 132)
-    assert not chains_may_stay(forest, 2, 4, replace(chained, chain=3), wide, 132)  # whose time is not known
+    shape = HeadShape(2, 4, 128, False)
+    assert chains_may_stay(forest, shape, chained, wide, 132) is stays
+    assert not chains_may_stay(forest, shape, chained, NARROW, 132)
+    assert not chains_may_stay(forest, shape, replace(chained, chain=3), wide, 132)  # whose time is not known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_ad
 from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
-from hf_fastdecode.kernels.forest_decode.api import Config, choose_config, forest_decode
+from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
@@ -37,9 +38,22 @@ PRODUCT_DTYPES = [
 """Of kernels with matrix products."""
 
 
-def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Random numbers, the same on each device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
+    """Error at most twice that of PyTorch's or transformers' implementation, and a rounding."""
+    assert (found.shape, found.dtype) == (stock.shape, stock.dtype)
+    assert found.isfinite().all()
+    most = 2 * (stock - exact).norm() + torch.finfo(found.dtype).eps * exact.norm()
+    assert (found - exact).norm() <= most
+
+
+def small_config(**changes: Any) -> Config:
+    """Launch parameters for nodes and suffixes of few tokens; the kernels start early where they are compiled."""
+    return Config(16, block_n=16, overlap=DEVICE == "cuda", suffix=SuffixConfig(merge=2), **changes)
 
 
 def decode(
@@ -206,10 +220,26 @@ def check(
     out, _ = decode(query, kv, **options, return_lse=False)
     assert partial.dtype == torch.float32
     assert torch.equal(out, partial.to(query.dtype)), "not the same bits twice"
-    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap)
-    yardstick = pytorch_attention(query, kv, softcap=softcap)
-    assert_error_rule(out, yardstick, oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv, softcap=softcap), oracle_lse, oracle_lse)
+    check_result((out, lse), query, kv, softcap=softcap)
+
+
+def check_result(
+    found: tuple[Tensor, Tensor],
+    query: Tensor,
+    kv: ForestKV,
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Hold a result and its log-sum-exp against the oracle: at most twice the errors of PyTorch's attention."""
+    oracle, oracle_lse = reference.forest_attention(query, kv, softcap=softcap, window=window, sinks=sinks)
+    if window is None and sinks is None:
+        stock = pytorch_attention(query, kv, softcap=softcap), pytorch_lse(query, kv, softcap=softcap)
+    else:
+        stock = pytorch_with_mask(query, kv, window, sinks)
+    assert_error_rule(found[0], stock[0], oracle, oracle_lse)
+    assert_error_rule(found[1], stock[1], oracle_lse, oracle_lse)
 
 
 def rows_with_ages(query: Tensor, kv: ForestKV) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:

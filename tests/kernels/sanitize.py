@@ -27,26 +27,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.kernels.experts import reference as experts_reference
-from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
-from hf_fastdecode.kernels.experts.config import Gate, Routing, Weights
 from hf_fastdecode.kernels.forest_decode.api import Config
 from hf_fastdecode.kernels.forest_decode.hopper import group_barrier
-from hf_fastdecode.kernels.pointwise import api as pointwise
-from hf_fastdecode.kernels.pointwise import reference as pointwise_reference
 from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
 from hf_fastdecode.kernels.sampling.api import sample
 from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
-from hf_fastdecode.kernels.state_steps import api as state_steps
-from hf_fastdecode.kernels.state_steps import reference as state_steps_reference
-from hf_fastdecode.kernels.stored_product.api import Term, stored_product
 
 from ..attention.forests import make_inputs
 from ..attention.test_prefill_kernel import check_pass
+from . import test_experts, test_pointwise, test_row_products, test_slim_append, test_state_steps, test_stored_product
 from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
 from .slim_decode.problems import Case as SlimCase
 from .slim_decode.problems import make_problem
+
+HALF = torch.float16
 
 
 @gluon.jit
@@ -124,77 +119,34 @@ def attend_slim(case: SlimCase, config: TwoLaunchConfig | None = None) -> None:
     make_problem(case, "cuda").check_repeats(config, parts=1 if config is None else config.parts)
 
 
-def multiply() -> None:
-    """Columns and widths that end within tiles."""
-    terms = [
-        Term(
-            torch.randn(5, 3, width, device="cuda"),
-            torch.randn(width, 3 * 72, device="cuda").half(),
-            torch.rand(216, device="cuda"),
-        )
-        for width in (300, 40)
-    ]
-    exact = torch.zeros(5, 216, dtype=torch.float64, device="cuda")
-    for factor, matrix, scales in terms:
-        by_group = (matrix.double() * scales).unflatten(1, (3, -1))
-        exact += torch.einsum("rgk,kgc->rgc", factor.double(), by_group).flatten(1)
-    assert torch.allclose(stored_product(terms).double(), exact, rtol=1e-4, atol=1e-4)
-
-
 def between_products() -> None:
-    x, heads = torch.randn(3, 1000, device="cuda").half(), torch.randn(2, 9, 5, 80, device="cuda").half()
-    cos = torch.randn(1, 5, 32, device="cuda").half()
-    for function, arguments in (
-        ("rms_norm", (x, x[0], 1e-5, NormForm.ROUNDED)),
-        ("gated_rms_norm", (x, x, x[0], 1e-5, GatedNormForm.AFTER)),
-        ("gated", (x, x, Activation.GELU_TANH)),
-        ("rotate", (heads, heads[:, :3], cos, cos, RotaryForm.ROUNDED)),
-    ):
-        found, expected = (getattr(module, function)(*arguments) for module in (pointwise, pointwise_reference))
-        torch.testing.assert_close(found, expected)
+    test_pointwise.test_rms_norm((3, 5, 1000), NormForm.ROUNDED, HALF)
+    test_pointwise.test_gated_rms_norm((2, 96), 24, GatedNormForm.AFTER, HALF)
+    test_pointwise.test_gated((3, 5, 64), Activation.GELU_TANH, HALF)
+    test_pointwise.test_rotate(2, 5, 1, (9, 1), 64, 16, False, RotaryForm.ROUNDED, HALF)
+    test_slim_append.test_append_token(3, 9, 80, 32, 72, True, HALF)
 
 
 def step_states() -> None:
     """Sizes that blocks do not divide."""
-    x, taps = torch.randn(3, 300, device="cuda"), torch.randn(300, 3, device="cuda")
-    heads, inputs = torch.randn(3, 4, 40, device="cuda"), torch.randn(3, 2, 24, device="cuda")
-    signs, of_heads = torch.randn(3, 4, device="cuda"), -torch.rand(4, device="cuda")
-    for function, arguments, states in (
-        ("delta_rule", (inputs, inputs, heads, -signs.exp(), signs), torch.randn(3, 4, 24, 40, device="cuda")),
-        (
-            "scan",
-            (heads, signs, of_heads, inputs, inputs, of_heads, of_heads),
-            torch.randn(3, 4, 40, 24, device="cuda"),
-        ),
-    ):
-        expected = getattr(state_steps_reference, function)(*arguments, states)
-        found = getattr(state_steps, function)(*arguments, states)
-        torch.testing.assert_close((found, states), expected)
-    states = torch.randn(3, 300, 4, device="cuda")
-    expected = state_steps_reference.convolve(x, states, taps, None, silu=True)
-    torch.testing.assert_close((state_steps.convolve(x, states, taps, None, silu=True), states), expected)
+    test_state_steps.test_convolve(3, 4, True, torch.float32)
+    test_state_steps.test_delta_rule(2, 3, 3, 24, 40, torch.float32)
+    test_state_steps.test_scan(2, 1, 3, 24, 40, torch.float32)
+
+
+def multiply() -> None:
+    """Columns and widths that end within tiles."""
+    test_stored_product.test_widths_divided_among_programs(3, torch.float32)
+    test_row_products.test_row_products(17, test_row_products.config(17, 3), 3, True, HALF)
 
 
 def mix() -> None:
     """Both orders of weights, columns that end within tiles, experts of several items and of none."""
     for transposed in (False, True):
-        shapes = [(5, 2 * 160, 96), (5, 96, 160)]
-        if transposed:
-            shapes = [(first, third, second) for first, second, third in shapes]
-        parts = [torch.randn(shape, device="cuda").half() / 10 for shape in shapes]
-        biases = [torch.randn(5, columns, device="cuda").half() for columns in (320, 96)]
-        weights = Weights(*parts, *biases, transposed=transposed, interleaved=transposed)
-        x, scores = torch.randn(40, 96, device="cuda").half(), torch.randn(40, 5, device="cuda").half()
-        shares, chosen = largest(scores - torch.arange(5, device="cuda"), 2)
-        arguments = x, weights, chosen, shares, Gate(Activation.SILU)
-        torch.testing.assert_close(experts(*arguments), experts_reference.experts(*arguments), rtol=0.02, atol=0.02)
-        wide = [part.bfloat16() if isinstance(part, torch.Tensor) else part for part in weights]
-        arguments = x.bfloat16(), Weights(*wide), chosen, shares, Gate(Activation.SILU)
-        found, expected = grouped_experts(*arguments), experts_reference.experts(*arguments)
-        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
-    routing = Routing(2, first=False, whole=False)
-    given = x[:30], torch.randn(5, 96, device="cuda").half(), torch.randn(5, device="cuda").half(), routing
-    torch.testing.assert_close(route(*given), experts_reference.route(*given), rtol=0.02, atol=0.02)
+        layout = {"transposed": transposed, "interleaved": transposed, "biased": True}
+        test_experts.test_experts(33, layout, "silu", HALF)
+    test_experts.test_largest(5, 33, 8, HALF)
+    test_experts.test_route(5, 33, 300, HALF)
 
 
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}
@@ -219,8 +171,9 @@ CASES = {
     "slim, in two launches": lambda: attend_slim(SlimCase(**RAGGED), TwoLaunchConfig(own_heads=2)),
     "slim, 8 bits": lambda: attend_slim(SlimCase(**RAGGED, dtype=torch.int8), TwoLaunchConfig(own_heads=2)),
     "clusters of slim": lambda: attend_slim(SlimCase(**RAGGED, heads=8, head_dim=128, rotary=128, consecutive=True)),
-    "stored products": multiply,
+    "stored products, products of few rows": multiply,
     "experts": mix,
+    "Hopper, grouped experts": lambda: test_experts.test_grouped_experts(True, "silu", torch.bfloat16),
 }
 
 

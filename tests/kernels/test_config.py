@@ -9,6 +9,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
+from hf_fastdecode.kernels.device import power_of_two
 from hf_fastdecode.kernels.forest_decode.schedule import (
     PIECE_COST,
     Capacity,
@@ -28,8 +29,9 @@ PROGRAMS = (8, 64, 128, 256, 512, 1024, 4096)
 SCRATCH = 16  # KiB that a program of suffixes may take beside its tiles
 
 
-def power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+def scheduled(nodes, rows, programs, *, kv_heads=1, queries=1, block_m=1, **options):
+    sizes = {"kv_heads": kv_heads, "queries": queries, "block_m": block_m, "block_n": 8}
+    return make_schedule(nodes, rows, **sizes, programs=programs, device="cpu", **options)
 
 
 def suffixes(programs, queries_per_kv_head, *, kv_heads=8, head_dim=128, queries=1, overlap_suffix=False, memory=227):
@@ -39,7 +41,8 @@ def suffixes(programs, queries_per_kv_head, *, kv_heads=8, head_dim=128, queries
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("queries_per_kv_head", [1, 3, 8, 16, 48, 256])
-def test_what_a_thread_of_suffixes_holds_is_bounded(queries_per_kv_head, head_dim):
+def test_what_a_thread_holds_is_bounded(queries_per_kv_head, head_dim):
+    """Of suffixes, and of those that merge."""
     width = power_of_two(head_dim)
     for programs, kv_heads, overlap_suffix in product(PROGRAMS, (1, 8), (False, True)):
         config = suffixes(
@@ -51,11 +54,6 @@ def test_what_a_thread_of_suffixes_holds_is_bounded(queries_per_kv_head, head_di
         assert config.merge == 1 or 1 < config.merge <= 128 / held
         if queries_per_kv_head == 1:  # its keys are multiplied without matrix units
             assert config.block_n * width <= 128 * 32 * config.warps
-
-
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("queries_per_kv_head", [1, 3, 8, 16, 48, 256])
-def test_what_a_thread_that_merges_holds_is_bounded(queries_per_kv_head, head_dim):
     rows, warps, merge = choose_merge_config(queries_per_kv_head, head_dim)
     packed = rows * power_of_two(queries_per_kv_head)
     held = packed * power_of_two(head_dim) / (32 * warps)
@@ -250,7 +248,7 @@ def test_a_schedule_does_all_the_work_once_in_equal_shares(seed):
 def test_programs_share_a_wide_node_unit_by_unit():
     """Of 16 units of 10 key tiles, 6 programs take two each, side by side; the other four are cut once."""
     node = [NodeShape(0, 0, 16, 80)]
-    schedule = make_schedule(node, 16, kv_heads=1, queries=1, block_m=1, block_n=8, programs=6, device="cpu")
+    schedule = scheduled(node, 16, 6)
     pieces = schedule.pieces.tolist()
     for program in range(6):
         first = pieces[program]
@@ -262,7 +260,7 @@ def test_programs_share_a_wide_node_unit_by_unit():
 def test_units_of_one_length_are_cut_alike():
     """Three units of 40 key tiles for 13 programs: four pieces of ten tiles each, and no piece across two units."""
     node = [NodeShape(0, 0, 3, 320)]
-    schedule = make_schedule(node, 3, kv_heads=3, queries=1, block_m=16, block_n=8, programs=13, device="cpu")
+    schedule = scheduled(node, 3, 13, kv_heads=3, block_m=16)
     assert schedule.programs == len(schedule.pieces) == 12
     assert [piece[3:5] for piece in schedule.pieces.tolist()] == [[0, 10], [10, 20], [20, 30], [30, 40]] * 3
 
@@ -270,7 +268,7 @@ def test_units_of_one_length_are_cut_alike():
 def test_short_units_go_to_programs_of_their_own():
     """Two heads of a node of two key tiles and one of 128: seven programs, of which one has both short units."""
     nodes = [NodeShape(0, 0, 1, 16), NodeShape(1, 0, 1, 1024)]
-    schedule = make_schedule(nodes, 1, kv_heads=2, queries=1, block_m=16, block_n=8, programs=7, device="cpu")
+    schedule = scheduled(nodes, 1, 7, kv_heads=2, block_m=16)
     pieces = schedule.pieces.tolist()
     long = [piece for piece in pieces[:6] if piece[0] == 1]
     assert sorted(piece[1:5] for piece in long) == [
@@ -284,7 +282,7 @@ def test_short_units_go_to_programs_of_their_own():
 def test_units_that_read_the_same_keys_are_cut_side_by_side():
     """Two KV heads of eight query tiles and 30 key tiles, for 24 programs: three groups of eight, of equal cost."""
     node = [NodeShape(0, 0, 8, 240)]
-    schedule = make_schedule(node, 8, kv_heads=2, queries=1, block_m=1, block_n=8, programs=24, device="cpu")
+    schedule = scheduled(node, 8, 24, kv_heads=2)
     pieces = schedule.pieces.tolist()
     firsts = [piece[1:5] for piece in pieces[:24]]
     assert firsts[:8] == [[0, tile, 0, 19] for tile in range(8)]
@@ -297,7 +295,7 @@ def test_units_that_read_the_same_keys_are_cut_side_by_side():
 def test_who_gets_many_short_units_gets_fewer_tiles():
     """A piece costs two tiles: of 64 short units and a long one, no program gets twice what another does."""
     nodes = [NodeShape(0, 0, 64, 8 * 200), *(NodeShape(1, row, 1, 8) for row in range(64))]
-    schedule = make_schedule(nodes, 64, kv_heads=1, queries=1, block_m=64, block_n=8, programs=10, device="cpu")
+    schedule = scheduled(nodes, 64, 10, block_m=64)
     pieces = schedule.pieces.tolist()
     costs = []
     for row in range(10):
@@ -312,15 +310,13 @@ def test_who_gets_many_short_units_gets_fewer_tiles():
 def test_no_programs_are_refused(programs):
     node = [NodeShape(0, 0, 3, 320)]
     with pytest.raises(ValueError, match=f"programs must be at least 1, got {programs}"):
-        make_schedule(node, 3, kv_heads=1, queries=1, block_m=16, block_n=8, programs=programs, device="cpu")
+        scheduled(node, 3, programs, block_m=16)
 
 
 def test_a_schedule_says_whether_programs_are_left_to_suffixes():
     node = [NodeShape(0, 0, 3, 320)]
-    sizes = {"kv_heads": 3, "queries": 1, "block_m": 16, "block_n": 8, "device": "cpu"}
-    room = Capacity(1, 1, 5)
-    whole = make_schedule(node, 3, **sizes, programs=13, grid=13, capacity=room)
-    fewer = make_schedule(node, 3, **sizes, programs=8, grid=13, capacity=room)
+    sizes = {"kv_heads": 3, "block_m": 16, "grid": 13, "capacity": Capacity(1, 1, 5)}
+    whole, fewer = (scheduled(node, 3, programs, **sizes) for programs in (13, 8))
     assert not whole.overlap_suffix.item()
     assert fewer.overlap_suffix.item()
     whole.copy_(fewer)

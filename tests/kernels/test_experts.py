@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import reference
-from hf_fastdecode.kernels.experts.api import experts, grouped_experts, grouped_refusal, largest, route
+from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
 from hf_fastdecode.kernels.experts.config import (
     MOST_OF_AN_EXPERT,
     MOST_PAIRS,
@@ -24,6 +24,7 @@ from hf_fastdecode.kernels.experts.config import (
     Gate,
     Routing,
     Weights,
+    grouped_refusal,
     most_items,
     refusal,
     routing_refusal,
@@ -31,18 +32,13 @@ from hf_fastdecode.kernels.experts.config import (
 from hf_fastdecode.kernels.pointwise.api import Activation
 
 from ..cases import exhaustive_but
-from .operator_runs import DEVICE, PRODUCT_DTYPES
+from .operator_runs import DEVICE, PRODUCT_DTYPES, assert_as_exact, random
 
 GATES = {
     "silu": Gate(Activation.SILU),
     "gelu": Gate(Activation.GELU_TANH),
     "limited": Gate(Activation.SILU, alpha=1.702, limit=1.0, offset=1.0),
 }
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
 def weights_of(
@@ -85,14 +81,6 @@ def stock(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gat
         _apply_gate=lambda numbers: reference.opened(numbers, weights, gate),
     )
     return batched_mm_experts_forward(module, x, chosen, shares.to(x.dtype))
-
-
-def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
-    """Error at most twice that of transformers' implementation, and a rounding."""
-    assert (found.shape, found.dtype) == (stock.shape, stock.dtype)
-    assert found.isfinite().all()
-    most = 2 * (stock - exact).norm() + torch.finfo(found.dtype).eps * exact.norm()
-    assert (found - exact).norm() <= most
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)

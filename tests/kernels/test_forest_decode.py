@@ -13,13 +13,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.kernels.device import shared_memory
 
-from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
+from ..attention.forests import assert_error_rule, make_inputs, random_forest
 from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
@@ -30,9 +29,10 @@ from hf_fastdecode.kernels.forest_decode import api
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, NodeShape, needed_capacity
 
-from .operator_runs import check, decode, pytorch_with_mask, rows_with_ages
+from .operator_runs import DEVICE, check, check_result, decode, rows_with_ages, small_config
 
 INTERPRETED = not torch.cuda.is_available()
+INTERPRETED_IN_FP32 = pytest.mark.skipif(not INTERPRETED, reason="fp32 is multiplied in tf32 on a GPU, and refused")
 # Queries at once, query heads of a KV head, KV heads, head_dim.
 _COMPILED = (
     (1, 1, 4, 128),
@@ -46,10 +46,10 @@ _COMPILED = (
 _INTERPRETED = ((1, 1, 2, 16), (1, 2, 1, 48), (3, 4, 1, 16), (1, 4, 1, 48))
 
 
-def random_case(seed: int, device: str):
+def random_case(seed: int):
     """Inputs drawn from everything the kernels take; small where they are interpreted."""
     rng = random.Random(seed)
-    big = device == "cuda"
+    big = DEVICE == "cuda"
     rows = rng.choice((1, 2, 3, 7, 33, 130)) if big else rng.choice((1, 2, 5))
     # Each of these combinations is a compilation; the forests, which are not, vary freely.
     queries, group, kv_heads, head_dim = rng.choice(_COMPILED if big else _INTERPRETED)
@@ -66,7 +66,7 @@ def random_case(seed: int, device: str):
         head_dim=head_dim,
         queries=queries,
         dtype=dtype,
-        device=device,
+        device=DEVICE,
         seed=seed,
     )
     return query, kv, 20.0 if head_dim in (64, 48) else None
@@ -75,23 +75,20 @@ def random_case(seed: int, device: str):
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the same cases are among the many")
 @pytest.mark.parametrize("seed", range(16))
 def test_random_forests_interpreted(seed):
-    query, kv, softcap = random_case(seed, "cpu")
+    query, kv, softcap = random_case(seed)
     suffix = SuffixConfig(merge=2) if seed % 4 else None
     config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=seed % 3 == 0)
     check(query, kv, softcap=softcap, config=config, fewer_programs=seed % 2 == 0)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="float32 is multiplied in tf32 on a GPU, and refused")
+@INTERPRETED_IN_FP32
 @pytest.mark.parametrize("block_m", [16, 32])
 def test_interpreted_in_fp32(block_m):
     """Queries of a row across two query tiles, several pieces of a unit, several depths."""
     forest = random_forest(random.Random(3), 9, 3, longest=70)
     query, kv = make_inputs(forest, 13, heads=6, kv_heads=2, head_dim=16, queries=3)
     config = Config(block_m, block_n=16, per_sm=3, overlap=False, suffix=SuffixConfig(merge=2))
-    out, lse = decode(query, kv, config=config)
-    oracle, oracle_lse = reference.forest_attention(query, kv)
-    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+    check_result(decode(query, kv, config=config), query, kv)
 
 
 @pytest.mark.parametrize("chain", [2, 4])
@@ -111,8 +108,7 @@ def test_short_nodes_read_in_chains(seed, block_m, chain):
             start += 200
     group, head_dim = rng.choice(((1, 48), (4, 16)) if INTERPRETED else ((1, 80), (4, 128)))
     options = {"heads": 2 * group, "kv_heads": 2, "head_dim": head_dim, "dtype": torch.half}
-    device = "cpu" if INTERPRETED else "cuda"
-    query, kv = make_inputs(Forest(rows, nodes), 9, **options, queries=1 if small else 3, device=device)
+    query, kv = make_inputs(Forest(rows, nodes), 9, **options, queries=1 if small else 3, device=DEVICE)
     config = Config(block_m, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), chain=chain)
     shapes = node_shapes(kv.forest, group, config)
     assert len(shapes) < len(kv.forest.nodes), "nothing is read in chains"
@@ -122,23 +118,18 @@ def test_short_nodes_read_in_chains(seed, block_m, chain):
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
     """What a captured graph changes between steps: storage slots, idle rows, tables wider than the work."""
-    device = "cpu" if INTERPRETED else "cuda"
     rng = random.Random(seed)
     forest = random_forest(rng, 6, 2, longest=90)
     query, kv = make_inputs(
-        forest, 9, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device, seed=seed, queries=1
+        forest, 9, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=DEVICE, seed=seed, queries=1
     )
-    config = Config(
-        16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(merge=2), overlap_suffix=seed % 2 == 1
-    )
-    slots = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).int().to(device)
-    oracle, oracle_lse = reference.forest_attention(query, kv)
+    config = small_config(overlap_suffix=seed % 2 == 1)
+    slots = torch.randperm(6, generator=torch.Generator().manual_seed(seed)).int().to(DEVICE)
     shapes = [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes]
     needed = needed_capacity(shapes, kv_heads=2, queries=2, block_m=16)
     room = Capacity(needed.depths + 1, needed.nodes + 3, needed.units + 5)
     out, lse = decode(query, kv, config=config, slots=slots, capacity=room)
-    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+    check_result((out, lse), query, kv)
 
     slots[2] = slots[5] = -1
     fewer, fewer_lse = decode(query, kv, config=config, slots=slots, capacity=room)
@@ -153,26 +144,20 @@ def test_rows_stored_elsewhere_and_rows_that_take_no_part(seed):
 @pytest.mark.parametrize(("heads", "queries"), [(2, 1), (4, 1), (4, 3)], ids=["one-query", "group", "draft"])
 def test_tokens_of_a_suffix_in_several_slots(heads, queries, window):
     """What beam search leaves: each token where the row wrote it that was continued."""
-    device = "cpu" if INTERPRETED else "cuda"
     forest = random_forest(random.Random(1), 5, 2, longest=40)
     layout = {"heads": heads, "kv_heads": 2, "head_dim": 16, "queries": queries}
-    query, kv = make_inputs(forest, 37, **layout, dtype=torch.half, device=device, seed=1)
+    query, kv = make_inputs(forest, 37, **layout, dtype=torch.half, device=DEVICE, seed=1)
     generator = torch.Generator().manual_seed(2)
     origins = torch.stack([torch.randperm(5, generator=generator) for _ in range(37 - queries)], dim=1)
-    config = Config(16, block_n=16, overlap=not INTERPRETED, suffix=SuffixConfig(block_n=16, merge=2))
-    out, lse = decode(query, kv, config=config, origins=origins.int().contiguous().to(device), window=window)
-    oracle, oracle_lse = reference.forest_attention(query, kv, window=window)
-    yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, None)
-    assert_error_rule(out, yardstick, oracle, oracle_lse)
-    assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
+    given = {"origins": origins.int().contiguous().to(DEVICE), "window": window}
+    check_result(decode(query, kv, config=small_config(), **given), query, kv, window=window)
 
 
 @pytest.mark.parametrize("fewer_programs", [False, True])
 def test_results_are_written_once(fewer_programs, monkeypatch):
     """By the kernel of suffixes, or by the one that merges where programs are left to suffixes."""
-    device = "cpu" if INTERPRETED else "cuda"
     forest = random_forest(random.Random(3), 9, 2, longest=70)
-    query, kv = make_inputs(forest, 13, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=device)
+    query, kv = make_inputs(forest, 13, heads=4, kv_heads=2, head_dim=16, dtype=torch.half, device=DEVICE)
     launched = []
 
     class Recorded:
@@ -191,7 +176,7 @@ def test_results_are_written_once(fewer_programs, monkeypatch):
 
     for name, kernel in (("attend_suffixes", api.attend_suffixes), ("merge_rows", api.merge_rows)):
         monkeypatch.setattr(api, name, Recorded(kernel, kernel.arg_names.index("out")))
-    config = Config(16, block_n=16, overlap=False, overlap_suffix=True, suffix=SuffixConfig(merge=2))
+    config = small_config(overlap_suffix=True)
     out, _ = decode(query, kv, config=config, fewer_programs=fewer_programs, return_lse=False)
     assert launched == [not fewer_programs, fewer_programs]
     assert torch.isfinite(out).all()
@@ -202,7 +187,7 @@ def test_results_are_written_once(fewer_programs, monkeypatch):
 def test_random_forests_on_a_gpu(block):
     """Five hundred cases, twenty at a time."""
     for seed in range(20 * block, 20 * block + 20):
-        query, kv, softcap = random_case(seed, "cuda")
+        query, kv, softcap = random_case(seed)
         try:
             check(query, kv, softcap=softcap, fewer_programs=seed % 4 > 0)
         except AssertionError as error:
@@ -257,13 +242,10 @@ def test_launch_parameters_for_long_contexts_on_a_gpu(rows, heads, kv_heads, dty
 
 @pytest.mark.parametrize("capacity", [None, Capacity(2, 0, 3)])
 def test_no_nodes(capacity):
-    query, kv = make_inputs(Forest(3), 5, heads=2, kv_heads=1, head_dim=16, device="cpu" if INTERPRETED else "cuda")
+    query, kv = make_inputs(Forest(3), 5, heads=2, kv_heads=1, head_dim=16, device=DEVICE)
     half = ForestKV(kv.forest, [], Segment(*(part.half() for part in kv.suffix)), 5)
     query, config = query.half(), Config(16, overlap=not INTERPRETED)
-    out, lse = decode(query, half, config=config, capacity=capacity)
-    oracle, oracle_lse = reference.forest_attention(query, half)
-    assert_error_rule(out, pytorch_attention(query, half), oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, half), oracle_lse, oracle_lse)
+    check_result(decode(query, half, config=config, capacity=capacity), query, half)
 
 
 @pytest.mark.parametrize("queries", exhaustive_but([3], [1, 3]))
@@ -273,22 +255,17 @@ def test_no_nodes(capacity):
 )
 def test_windows_and_sinks(window, sinks, queries):
     """A window may end in the new tokens, in the suffix, or in a node at any depth."""
-    device = "cpu" if INTERPRETED else "cuda"
     rows, longest = (7, 60) if INTERPRETED else (70, 500)
     forest = random_forest(random.Random(5), rows, 3, longest=longest)
     assert len(forest.levels) == 3
     lengths = [queries + 9 * row % 50 for row in range(rows)]
     head_dim = 16 if INTERPRETED else 128
     options = {"heads": 8, "kv_heads": 2, "head_dim": head_dim, "queries": queries, "dtype": torch.half}
-    query, kv = make_inputs(forest, lengths, **options, device=device)
-    sink = torch.linspace(-3, 6, 8, device=device).half().float() if sinks else None
-    suffix = SuffixConfig(merge=2)
-    config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=queries == 3) if INTERPRETED else None
-    out, lse = decode(query, kv, config=config, window=window, sinks=sink)
-    oracle, oracle_lse = reference.forest_attention(query, kv, window=window, sinks=sink)
-    yardstick, yardstick_lse = pytorch_with_mask(query, kv, window, sink)
-    assert_error_rule(out, yardstick, oracle, oracle_lse)
-    assert_error_rule(lse, yardstick_lse, oracle_lse, oracle_lse)
+    query, kv = make_inputs(forest, lengths, **options, device=DEVICE)
+    sink = torch.linspace(-3, 6, 8, device=DEVICE).half().float() if sinks else None
+    config = small_config(overlap_suffix=queries == 3) if INTERPRETED else None
+    scoring = {"window": window, "sinks": sink}
+    check_result(decode(query, kv, config=config, **scoring), query, kv, **scoring)
 
 
 def with_biases(query: Tensor, kv: ForestKV, biases: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -306,15 +283,13 @@ def with_biases(query: Tensor, kv: ForestKV, biases: Tensor, dtype: torch.dtype)
 @pytest.mark.parametrize(("queries", "group"), [(1, 1), (3, 1), (1, 4)])
 def test_biases_by_distance(queries, group, rows):
     """Distances reach into the new tokens, the suffix, and nodes at any depth, beyond the last that has its own."""
-    device = "cpu" if INTERPRETED else "cuda"
     forest = random_forest(random.Random(5), rows, 3, longest=60 if INTERPRETED else 500)
     lengths = [queries + 9 * row % 50 for row in range(rows)]
     heads, head_dim = 4, 16 if INTERPRETED else 128
     options = {"heads": heads, "kv_heads": heads // group, "head_dim": head_dim, "queries": queries}
-    query, kv = make_inputs(forest, lengths, **options, dtype=torch.half, device=device)
-    biases = 3 * torch.randn(heads, 41, generator=torch.Generator().manual_seed(0)).half().float().to(device)
-    suffix = SuffixConfig(merge=2)
-    config = Config(16, block_n=16, overlap=False, suffix=suffix, overlap_suffix=queries == 3) if INTERPRETED else None
+    query, kv = make_inputs(forest, lengths, **options, dtype=torch.half, device=DEVICE)
+    biases = 3 * torch.randn(heads, 41, generator=torch.Generator().manual_seed(0)).half().float().to(DEVICE)
+    config = small_config(overlap_suffix=queries == 3) if INTERPRETED else None
     out, lse = decode(query, kv, config=config, biases=biases)
     oracle, oracle_lse = with_biases(query, kv, biases, torch.double)
     yardstick, yardstick_lse = with_biases(query, kv, biases, torch.half)
@@ -339,21 +314,19 @@ def test_more_tiles_than_a_multiprocessor_holds():
 @pytest.mark.parametrize(("window", "queries"), [(None, 1), (1, 1), (2, 4)])
 def test_the_least_sink_is_none(least, window, queries):
     """Also where a tile of the suffix hides from a query."""
-    device = "cpu" if INTERPRETED else "cuda"
     options = {"heads": 2, "kv_heads": 1, "head_dim": 16, "queries": queries, "dtype": torch.half}
-    query, kv = make_inputs(Forest(2), queries + 20, **options, device=device)
-    config = Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2))
-    sinks = torch.full((2,), least, device=device)
+    query, kv = make_inputs(Forest(2), queries + 20, **options, device=DEVICE)
+    config = small_config()
+    sinks = torch.full((2,), least, device=DEVICE)
     out, _ = decode(query, kv, config=config, window=window, sinks=sinks)
     without, _ = decode(query, kv, config=config, window=window)
     assert torch.equal(out, without)
 
 
+@INTERPRETED_IN_FP32
 @pytest.mark.parametrize("name", ["llama-mha", "llama-gqa", "llama-mqa", "gpt2"])
 def test_generate_gives_stock_tokens(name):
-    """Interpreted in fp32, where the tokens must be stock's."""
-    if not INTERPRETED:
-        pytest.skip("float32 is refused on a GPU")
+    """In fp32, where the tokens must be stock's."""
     model = tiny_model(name)
     arguments = {**ragged_prompts(41, 36, shared=33), "num_return_sequences": 2, "max_new_tokens": 4}
     arguments |= {"do_sample": True, "top_k": 0}
@@ -363,10 +336,9 @@ def test_generate_gives_stock_tokens(name):
         assert "by triton" in "".join(fd.explain(model).last_call.layers)
 
 
+@INTERPRETED_IN_FP32
 def test_a_copied_cache_reads_its_own_memory():
     """Tables of addresses are not copied with a cache: they would point into the original."""
-    if not INTERPRETED:
-        pytest.skip("float32 is refused on a GPU")
     model = tiny_model("llama-gqa")
     token = torch.full((1, 1), 5)
     with fd.enabled(model, backend="triton"), torch.no_grad():

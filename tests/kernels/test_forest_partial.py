@@ -17,7 +17,7 @@ from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.parallel.collectives import merged
 from hf_fastdecode.parallel.shards import Shard
 
-from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, pytorch_lse, random_forest
+from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, random_forest
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
@@ -27,7 +27,7 @@ from hf_fastdecode.kernels.forest_decode.limits import refusal
 from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, Schedule, make_schedule
 
-from .operator_runs import check, decode, decode_divided
+from .operator_runs import check, check_result, decode, decode_divided, small_config
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -99,16 +99,21 @@ def test_nodes_alone(queries, softcap):
     query, kv = inputs(29, queries)
     found = nodes_alone(query, kv, softcap=softcap)
     assert found.out.dtype == found.lse.dtype == torch.float32
-    oracle = oracle_of_nodes(query, kv, softcap, torch.double)
-    yardstick = oracle_of_nodes(query, kv, softcap, torch.half)
-    bare = torch.isinf(oracle.lse)
+    bare = check_nodes(found, query, kv, softcap)
     assert bare.any()
     assert not bare.all()
+
+
+def check_nodes(found: Partial, query: Tensor, kv: ForestKV, softcap: float | None = None) -> Tensor:
+    """Hold a partial of nodes against the oracle; returns which queries have no key."""
+    oracle, yardstick = (oracle_of_nodes(query, kv, softcap, dtype) for dtype in (torch.double, torch.half))
+    bare = torch.isinf(oracle.lse)
     assert (found.out[bare] == 0).all()
     assert torch.equal(torch.isinf(found.lse), bare)
     seen = oracle.lse[~bare]
     assert_error_rule(found.out[~bare], yardstick.out[~bare], oracle.out[~bare], seen)
     assert_error_rule(found.lse[~bare], yardstick.lse[~bare], seen, seen)
+    return bare
 
 
 WITH_REST = [(16, 128, 64), (20, 256, 64), (40, 64, 32), (4, 192, 64)]
@@ -140,14 +145,7 @@ def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
     )
     options = {"kv_heads": heads, "scale": query.shape[-1] ** -0.5, "rest": rest}
     found = Partial(*forest_partial(query, *tables, **options))
-    whole = replace(kv, segments=joined)
-    oracle, yardstick = (oracle_of_nodes(query, whole, None, dtype) for dtype in (torch.double, torch.half))
-    bare = torch.isinf(oracle.lse)
-    assert (found.out[bare] == 0).all()
-    assert torch.equal(torch.isinf(found.lse), bare)
-    seen = oracle.lse[~bare]
-    assert_error_rule(found.out[~bare], yardstick.out[~bare], oracle.out[~bare], seen)
-    assert_error_rule(found.lse[~bare], yardstick.lse[~bare], seen, seen)
+    check_nodes(found, query, replace(kv, segments=joined))
     for dtype in (torch.float32, torch.half):
         other = Partial(torch.randn_like(found.out).to(dtype), torch.randn_like(found.lse) + 5)
         out, lse = forest_partial(query, *tables, **options, other=other)
@@ -186,10 +184,7 @@ def test_partials_handed_on(kept, queries):
     if kept < 2:
         other = merge(*(nodes_alone(query, share) for share in shares[: 4 - kept]))
         other = Partial(other.out.contiguous(), other.lse.contiguous())
-    out, lse = decode(query, mine, config=CONFIG, other=other)
-    oracle, oracle_lse = reference.forest_attention(query, kv)
-    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+    check_result(decode(query, mine, config=CONFIG, other=other), query, kv)
 
 
 @pytest.mark.parametrize("overlap_suffix", [False, True])
@@ -197,11 +192,8 @@ def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
     """Where suffixes run beside the nodes, the partial reaches the merge with theirs."""
     query, kv = inputs(9, 1)
     first, second = (some_nodes(kv, lambda index, share=share: index % 2 == share) for share in range(2))
-    config = Config(16, block_n=CONFIG.block_n, overlap=False, overlap_suffix=overlap_suffix, suffix=CONFIG.suffix)
-    out, lse = decode(query, first, config=config, other=nodes_alone(query, second))
-    oracle, oracle_lse = reference.forest_attention(query, kv)
-    assert_error_rule(out, pytorch_attention(query, kv), oracle, oracle_lse)
-    assert_error_rule(lse, pytorch_lse(query, kv), oracle_lse, oracle_lse)
+    config = replace(CONFIG, overlap_suffix=overlap_suffix)
+    check_result(decode(query, first, config=config, other=nodes_alone(query, second)), query, kv)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +208,7 @@ def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_s
     options = {"heads": 2 * group, "kv_heads": 2, "head_dim": HEAD_DIM, "queries": queries, "dtype": torch.half}
     query, kv = make_inputs(forest, lengths, **options, device=DEVICE, seed=queries)
     sinks = torch.randn(2 * group, device=DEVICE)
-    config = Config(16, block_n=CONFIG.block_n, overlap=False, overlap_suffix=overlap_suffix, suffix=CONFIG.suffix)
+    config = replace(CONFIG, overlap_suffix=overlap_suffix)
     scoring = {"softcap": softcap, "sinks": sinks}
     shards = [Shard(rank, ranks, block=3 if ranks > 1 else LONGEST) for rank in range(ranks)]
     parts = [decode_divided(query, kv, shard, config=config, **scoring) for shard in shards]
@@ -230,26 +222,27 @@ def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_s
 def test_arguments_are_checked():
     query, kv = inputs(29, 1)
     partial = nodes_alone(query, kv)
-    with pytest.raises(ValueError, match=r"other\[0\] must be .* float32"):
-        decode(query, kv, config=CONFIG, other=Partial(partial.out.half(), partial.lse))
-    with pytest.raises(ValueError, match=r"other\[1\] must be"):
-        decode(query, kv, config=CONFIG, other=Partial(partial.out, partial.lse[:, :1]))
-    with pytest.raises(ValueError, match=r"into\[0\] must be .* float32"):
-        decode(query, kv, config=CONFIG, into=Partial(partial.out.double(), partial.lse))
-    with pytest.raises(ValueError, match="a window of 5 tokens cannot count keys on other devices"):
-        decode(query, kv, config=CONFIG, divided=True, window=5)
-    with pytest.raises(ValueError, match="a window of 5 tokens cannot count the keys behind `other`"):
-        decode(query, kv, config=CONFIG, other=partial, window=5)
     biases = torch.zeros(query.shape[1], 4, device=DEVICE)
-    for options in ({"divided": True}, {"other": partial}, {"softcap": 5.0}):
-        with pytest.raises(ValueError, match="biases by distance need whole suffixes, all keys here, no soft cap"):
-            decode(query, kv, config=CONFIG, biases=biases, **options)
-    with pytest.raises(ValueError, match="heads must be a multiple of the KV heads, got 8 and 3"):
-        forest_partial(query, *[None] * 4, kv_heads=3, scale=1.0)
-    with pytest.raises(ValueError, match=r"query must be .* contiguous in the last dimension"):
-        forest_partial(query.repeat_interleave(2, -1)[..., ::2], *[None] * 4, kv_heads=2, scale=1.0)
-    with pytest.raises(ValueError, match=r"query must be fp16, bf16 or fp32, got torch\.float64"):
-        forest_partial(query.double(), *[None] * 4, kv_heads=2, scale=1.0)
+    of_biases = "biases by distance need whole suffixes, all keys here, no soft cap"
+    for options, message in (
+        ({"other": Partial(partial.out.half(), partial.lse)}, r"other\[0\] must be .* float32"),
+        ({"other": Partial(partial.out, partial.lse[:, :1])}, r"other\[1\] must be"),
+        ({"into": Partial(partial.out.double(), partial.lse)}, r"into\[0\] must be .* float32"),
+        ({"divided": True, "window": 5}, "a window of 5 tokens cannot count keys on other devices"),
+        ({"other": partial, "window": 5}, "a window of 5 tokens cannot count the keys of `other`"),
+        ({"biases": biases, "divided": True}, of_biases),
+        ({"biases": biases, "other": partial}, of_biases),
+        ({"biases": biases, "softcap": 5.0}, of_biases),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(query, kv, config=CONFIG, **options)
+    for given, kv_heads, message in (
+        (query, 3, "heads must be a multiple of the KV heads, got 8 and 3"),
+        (query.repeat_interleave(2, -1)[..., ::2], 2, "query must be .* contiguous in the last dimension"),
+        (query.double(), 2, r"query must be fp16, bf16 or fp32, got torch\.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            forest_partial(given, *[None] * 4, kv_heads=kv_heads, scale=1.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 64), (3, 5, 2, 48), (2, 7, 1, 100)])
@@ -293,9 +286,6 @@ def test_other_sizes_are_refused() -> None:
         merge_ranks(torch.zeros(2, 35), torch.zeros(4, 8), torch.zeros(4))
 
 
-GPU = torch.cuda.is_available()
-
-
 def keys_and_values(kv: ForestKV) -> ForestKV:
     """Latents with what follows them as keys, and latents as values."""
 
@@ -306,18 +296,17 @@ def keys_and_values(kv: ForestKV) -> ForestKV:
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("latent", "rest"), [(512, 64), (256, 64), (256, 32)] if GPU else [(32, 8)])
+@pytest.mark.parametrize(("latent", "rest"), [(512, 64), (256, 64), (256, 32)] if not INTERPRETED else [(32, 8)])
 def test_against_the_oracle(latent, rest, queries):
     """Nodes at two depths, and suffixes that differ in length."""
-    device, rows = ("cuda", 33) if GPU else ("cpu", 3)
-    forest = random_forest(random.Random(3), rows, 2, longest=700 if GPU else 60)
+    rows, heads, longest = (3, 2, 60) if INTERPRETED else (33, 16, 700)
+    forest = random_forest(random.Random(3), rows, 2, longest=longest)
     lengths = [queries + 7 * row % 40 for row in range(rows)]
-    dtype = torch.bfloat16 if GPU else torch.float16
-    sizes = {"heads": 16 if GPU else 2, "kv_heads": 1, "queries": queries, "dtype": dtype, "device": device}
+    dtype = torch.float16 if INTERPRETED else torch.bfloat16
+    sizes = {"heads": heads, "kv_heads": 1, "queries": queries, "dtype": dtype, "device": DEVICE}
     _, kv = make_inputs(forest, lengths, head_dim=latent, value_dim=rest, **sizes)
     query, _ = make_inputs(forest, lengths, head_dim=latent + rest, **sizes)
-    config = None if GPU else Config(16, block_n=16, overlap=False, suffix=SuffixConfig(merge=2))
-    out, lse = decode(query, kv, config=config)
+    out, lse = decode(query, kv, config=small_config() if INTERPRETED else None)
     whole = keys_and_values(kv)
     oracle, oracle_lse = reference.forest_attention(query, whole)
     assert_error_rule(out, pytorch_attention(query, whole), oracle, oracle_lse)
@@ -333,14 +322,13 @@ def test_launch_parameters_fit(memory):
 
 def test_queries_that_tiles_do_not_hold_are_refused():
     """128 queries of a group of 16 heads would take 256 KiB of shared memory."""
-    device = "cuda" if GPU else "cpu"
     for queries, most in ((4, None), (5, 64)):
         query, keys, rest = (
-            torch.zeros(1, heads, queries, width, dtype=torch.half, device=device)
+            torch.zeros(1, heads, queries, width, dtype=torch.half, device=DEVICE)
             for heads, width in ((16, 576), (1, 512), (1, 64))
         )
         found = refusal(query, keys, rest, [])
-        if not GPU or shared_memory(query.device) >= 160 * 1024:
+        if INTERPRETED or shared_memory(query.device) >= 160 * 1024:
             assert found == (
                 most and f"it takes up to {most} queries of a group of heads over latents at once here, got 80"
             )

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hf_fastdecode as fd
-from hf_fastdecode.kernels.forest_decode import limits
+from hf_fastdecode.kernels import limits
 from hf_fastdecode.kernels.forest_decode.limits import refusal
 
 from ..tiny_models import ragged_prompts, tiny_model

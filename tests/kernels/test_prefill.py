@@ -11,11 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.prefill import api, reference
-from hf_fastdecode.kernels.prefill.config import Config, choose_config
+from hf_fastdecode.kernels.prefill.api import Config, choose_config
 
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from .operator_runs import random
 
 
 def some_intervals(tokens: int, length: int) -> Tensor:
@@ -37,17 +35,20 @@ def test_parts_merge_to_the_whole(soft_cap: float | None, heads: tuple[int, int]
     """Of two contexts and the last keys, with sinks and without; of no keys, it is 0."""
     tokens, options = 23, {"scale": 0.3, "soft_cap": soft_cap}
     small: dict[str, Any] = {"config": Config(16, 16, 4, 1)}
-    query, sinks = normal(heads[0], tokens, head_dim), normal(heads[0])
+    query, sinks = random(heads[0], tokens, head_dim, seed=0), random(heads[0], seed=0)
     mine, theirs = no_keys(query), no_keys(query.double())
     for length in (40, 7):
-        context = (normal(heads[1], length, head_dim, seed=1), normal(heads[1], length, head_dim, seed=2))
+        context = (
+            random(heads[1], length, head_dim, seed=1),
+            random(heads[1], length, head_dim, seed=2),
+        )
         intervals = some_intervals(tokens, length)[:, :-5].contiguous()
         api.prefill_partial(query, *context, intervals, earlier=mine, **options, **small)
         reference.prefill_partial(query, *context, intervals, earlier=theirs, **options)
         seen = theirs[1] > -torch.inf
         torch.testing.assert_close(mine[1], theirs[1].float())
         torch.testing.assert_close(mine[0][seen], theirs[0][seen].float())
-    own = (normal(heads[1], tokens, head_dim, seed=3), normal(heads[1], tokens, head_dim, seed=4))
+    own = (random(heads[1], tokens, head_dim, seed=3), random(heads[1], tokens, head_dim, seed=4))
     for some, (before, expected) in ((sinks, (mine, theirs)), (None, (mine, theirs)), (sinks, (None, None))):
         intervals = some_intervals(tokens, tokens)
         out = api.prefill_attention(query, *own, intervals, sinks=some, earlier=before, **options, **small)
@@ -64,7 +65,7 @@ def test_launch_parameters_fit_in_shared_memory(head_dim: int, shared_memory: in
 
 
 def test_arguments_out_of_bounds_are_refused() -> None:
-    query, keys, intervals = normal(4, 5, 16), normal(2, 5, 16), torch.zeros(3, 5, dtype=torch.int32)
+    query, keys, intervals = random(4, 5, 16, seed=0), random(2, 5, 16, seed=0), torch.zeros(3, 5, dtype=torch.int32)
     for match, changes in (
         ("multiple of the KV heads", {"query": query[:3]}),
         ("one head_dim", {"values": keys[..., :8]}),
@@ -73,7 +74,7 @@ def test_arguments_out_of_bounds_are_refused() -> None:
         ("scale must be above 0", {"scale": 0.0}),
         ("sinks must be", {"sinks": torch.zeros(2)}),
         ("a partial of queries", {"earlier": (query, query)}),
-        ("contiguous, got strides", {"query": normal(4, 16, 5).mT}),
+        ("contiguous, got strides", {"query": random(4, 16, 5, seed=0).mT}),
     ):
         given: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "intervals": intervals, "scale": 1.0}
         with pytest.raises(ValueError, match=match):

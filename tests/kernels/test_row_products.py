@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,10 +26,10 @@ from hf_fastdecode.kernels.row_products.config import (
     refusal,
 )
 
-from .operator_runs import DEVICE, PRODUCT_DTYPES, random
+from .operator_runs import DEVICE, PRODUCT_DTYPES, assert_as_exact, random
 
-COLUMNS = (96, 64, 33)
-"""Of a block and a half, of one, and of one that ends early."""
+COLUMNS = (300, 64, 33)
+"""Of several blocks, of one, and of one that ends early."""
 WIDTH = 640
 
 
@@ -35,39 +37,49 @@ def config(rows: int, parts: int) -> Config:
     return Config(max(16, 1 << (rows - 1).bit_length()), 64, 128, 3, parts)
 
 
-def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
-    """Error at most twice PyTorch's own, and a rounding."""
-    assert (found.shape, found.dtype) == (stock.shape, stock.dtype)
-    assert found.isfinite().all()
-    most = 2 * (stock - exact).norm() + torch.finfo(found.dtype).eps * exact.norm()
-    assert (found - exact).norm() <= most
+def hopper_config(rows: int, programs: int, at_once: int) -> HopperConfig:
+    return HopperConfig(64 if rows <= 64 else 128, at_once, 2, 3, programs)
+
+
+PORTABLE = [(1, 1), (3, 2), (17, 3), (32, 5)]  # rows and parts
+# Rows, programs and elements at once: programs of several tiles, of parts of two and of one; 10 iterations and 5.
+HOPPER = [(33, 1, 64), (64, 7, 128), (65, 20, 64), (100, 5, 128), (128, 20, 128), (50, 23, 128)]
+CONFIGS = [pytest.param(how[0], config(*how), id=str(how)) for how in PORTABLE]
+CONFIGS += [pytest.param(how[0], hopper_config(*how), id=f"hopper{how}", marks=pytest.mark.gpu) for how in HOPPER]
+
+
+def check_products(inputs: Tensor, weights: list[Tensor], biases: list[Tensor | None], found: list[Tensor]) -> None:
+    for one, weight, bias in zip(found, weights, biases, strict=True):
+        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+        assert_as_exact(one, F.linear(inputs, weight, bias), exact)
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("weights", [1, 2, 3])
-@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (3, 2), (17, 3), (32, 5)])
-def test_row_products(rows: int, parts: int, weights: int, biased: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("rows", "how"), CONFIGS)
+def test_row_products(rows: int, how: Config | HopperConfig, weights: int, biased: bool, dtype: torch.dtype) -> None:
     """Several launches count in the same memory, which is zero again after each."""
     inputs, arrived = random(rows, 1, WIDTH, seed=1, dtype=dtype), counters(torch.device(DEVICE))
     given = [random(columns, WIDTH, seed=columns, dtype=dtype) for columns in COLUMNS[:weights]]
     biases = [random(columns, seed=columns, dtype=dtype) if biased else None for columns in COLUMNS[:weights]]
-    first, second = (row_products(inputs, given, biases, arrived, config(rows, parts)) for _ in range(2))
+    first, second = (row_products(inputs, given, biases, arrived, how) for _ in range(2))
     assert not arrived.any()
-    for found, again, weight, bias in zip(first, second, given, biases, strict=True):
-        assert torch.equal(found, again)
-        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
-        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    check_products(inputs, given, biases, first)
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
 @pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize(("rows", "parts", "biased"), [(1, 1, False), (5, 2, True), (17, 4, False)])
-def test_gated_product(rows: int, parts: int, biased: bool, activation: Activation, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "how"), CONFIGS)
+def test_gated_product(
+    rows: int, how: Config | HopperConfig, biased: bool, activation: Activation, dtype: torch.dtype
+) -> None:
     inputs = random(rows, WIDTH, seed=1, dtype=dtype)
     weights = [random(COLUMNS[0], WIDTH, seed=seed, dtype=dtype) / 16 for seed in (2, 3)]
     biases = [random(COLUMNS[0], seed=seed, dtype=dtype) if biased else None for seed in (4, 5)]
-    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config(rows, parts))
+    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, how)
 
     def computed(dtype: torch.dtype) -> Tensor:
         gate, up = (
@@ -82,8 +94,7 @@ def test_gated_product(rows: int, parts: int, biased: bool, activation: Activati
 def test_inputs_with_gaps() -> None:
     inputs = random(3, 2 * WIDTH, seed=1, dtype=torch.float16)[:, :WIDTH]
     weight = random(64, WIDTH, seed=2, dtype=torch.float16)
-    (found,) = row_products(inputs, [weight], [None], config=config(3, 1))
-    assert_as_exact(found, F.linear(inputs, weight), F.linear(inputs.double(), weight.double()))
+    check_products(inputs, [weight], [None], row_products(inputs, [weight], [None], config=config(3, 1)))
 
 
 @pytest.mark.parametrize(("rows", "given"), [(MOST_PORTABLE_ROWS + 1, None), (1, HopperConfig)])
@@ -115,16 +126,21 @@ def test_chosen_configurations(columns: tuple[int, ...], width: int, rows: int) 
     biases = [random(own, seed=own, dtype=torch.bfloat16) for own in columns]
     gains = rows <= MOST_PORTABLE_ROWS or len(columns) > 1 or columns[0] < width
     assert (refusal(inputs, weights, biases) is None) == gains
-    for found, weight, bias in zip(row_products(inputs, weights, biases), weights, biases, strict=True):
-        exact = F.linear(inputs.double(), weight.double(), bias.double())
-        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
+    check_products(inputs, weights, biases, row_products(inputs, weights, biases))
 
 
-@pytest.mark.parametrize("gated", [False, True])
+SHAPES = list(
+    product(
+        (64, 896, 2880, 4096, 14336),  # width
+        ((64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)),  # columns
+        (False, True),  # gated
+    )
+)
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, MOST_PORTABLE_ROWS])
-@pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
-@pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
-def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
+@pytest.mark.parametrize(("width", "columns", "gated"), SHAPES)
+def test_configurations(width: int, columns: tuple[int, ...], gated: bool, rows: int) -> None:
     """Tiles hold all rows, iterations divide the width, no part is empty, and parts have something to count in."""
     chosen = choose_config(rows, columns, width, 132, gated=gated)
     assert chosen.block_rows >= max(rows, 16)
@@ -134,11 +150,9 @@ def test_configurations(width: int, columns: tuple[int, ...], rows: int, gated: 
     assert chosen.parts == 1 or sum(-(-own // chosen.columns) for own in columns) <= MOST_COUNTERS
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("rows", [33, 64, 65, MOST_ROWS])
-@pytest.mark.parametrize("columns", [(64,), (4096,), (4096, 1024, 1024), (4096,) * 3, (128256,)])
-@pytest.mark.parametrize("width", [64, 896, 2880, 4096, 14336])
-def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, gated: bool) -> None:
+@pytest.mark.parametrize(("width", "columns", "gated"), SHAPES)
+def test_hopper_configurations(width: int, columns: tuple[int, ...], gated: bool, rows: int) -> None:
     """Every program has a share, and a counter for each of its warpgroups; stages fit in shared memory."""
     chosen = choose_hopper_config(rows, columns, width, 132, gated=gated)
     assert chosen.block_rows >= rows
@@ -149,60 +163,6 @@ def test_hopper_configurations(width: int, columns: tuple[int, ...], rows: int, 
     assert 2 <= chosen.x_stages <= chosen.w_stages
     stages = chosen.x_stages * chosen.block_rows + chosen.w_stages * BOX * (2 if gated else 1)
     assert 2 * chosen.at_once * stages <= 224 << 10
-
-
-HOPPER_CASES = pytest.mark.parametrize(
-    ("rows", "programs", "at_once"),
-    [(33, 1, 64), (64, 7, 128), (65, 20, 64), (100, 5, 128), (128, 20, 128), (50, 23, 128)],
-)
-"""Programs of several tiles, of parts of two and of one; widths of 10 iterations and of 5."""
-
-
-def hopper_config(rows: int, programs: int, at_once: int) -> HopperConfig:
-    return HopperConfig(64 if rows <= 64 else 128, at_once, 2, 3, programs)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("weights", [1, 2, 3])
-@HOPPER_CASES
-def test_hopper_products(
-    rows: int, programs: int, at_once: int, weights: int, biased: bool, dtype: torch.dtype
-) -> None:
-    """Several launches count in the same memory, which is zero again after each."""
-    inputs, arrived = random(rows, 1, WIDTH, seed=1, dtype=dtype), counters(torch.device(DEVICE))
-    columns = (300, 128, 72)[:weights]
-    given = [random(own, WIDTH, seed=own, dtype=dtype) for own in columns]
-    biases = [random(own, seed=own, dtype=dtype) if biased else None for own in columns]
-    config = hopper_config(rows, programs, at_once)
-    first, second = (row_products(inputs, given, biases, arrived, config) for _ in range(2))
-    assert not arrived.any()
-    for found, again, weight, bias in zip(first, second, given, biases, strict=True):
-        assert torch.equal(found, again)
-        exact = F.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
-        assert_as_exact(found, F.linear(inputs, weight, bias), exact)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", Activation)
-@pytest.mark.parametrize("biased", [False, True])
-@HOPPER_CASES
-def test_hopper_gated_product(rows: int, programs: int, at_once: int, biased: bool, activation: Activation) -> None:
-    inputs = random(rows, WIDTH, seed=1, dtype=torch.bfloat16)
-    weights = [random(300, WIDTH, seed=seed, dtype=torch.bfloat16) / 16 for seed in (2, 3)]
-    biases = [random(300, seed=seed, dtype=torch.bfloat16) if biased else None for seed in (4, 5)]
-    config = hopper_config(rows, programs, at_once)
-    found = gated_product(inputs, *weights, (biases[0], biases[1]), activation, None, config)
-
-    def computed(dtype: torch.dtype) -> Tensor:
-        gate, up = (
-            F.linear(inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-            for weight, bias in zip(weights, biases, strict=True)
-        )
-        return reference.gated(gate, up, activation)
-
-    assert_as_exact(found, computed(torch.bfloat16), computed(torch.float64))
 
 
 class Stored(Tensor):

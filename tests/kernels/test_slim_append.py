@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("triton")
 
 from hf_fastdecode.kernels import failures
+from hf_fastdecode.kernels import slim_append as api
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
-from hf_fastdecode.kernels.slim_append import api
-from hf_fastdecode.kernels.slim_append.api import append_token
+from hf_fastdecode.kernels.slim_append import append_token
 from hf_fastdecode.patches.layers.rotation import rotate
 
-from .operator_runs import DEVICE, DTYPES
+from .operator_runs import DEVICE, DTYPES, random
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -25,15 +25,10 @@ def test_append_token(
     rows: int, heads: int, head_dim: int, rotary: int, rank: int, own_tables: bool, dtype: torch.dtype
 ) -> None:
     """Only the rows' slots are written, in caches with strides of their own."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(DEVICE)
-
     columns = heads * head_dim
-    query, keys, coordinates = normal(rows, heads, head_dim), normal(rows, columns), normal(rows, rank)
-    offset = normal(columns)
-    cos, sin = (normal(rows if own_tables else 1, rotary) for _ in range(2))
+    query, offset = random(rows, heads, head_dim, seed=1), random(columns, seed=2)
+    keys, coordinates = random(rows, columns, seed=3), random(rows, rank, seed=4)
+    cos, sin = (random(rows if own_tables else 1, rotary, seed=seed) for seed in (5, 6))
     slots = torch.tensor([4, 0, 6][:rows], device=DEVICE)
     caches = [torch.full((rows, 7, width + 8), torch.nan, dtype=dtype, device=DEVICE) for width in (columns, rank)]
     stored = caches[0][..., :columns], caches[1][..., :rank]
@@ -48,23 +43,23 @@ def test_append_token(
         assert cache.isnan().all()
 
 
+def small(query: torch.Tensor, table: torch.Tensor) -> tuple:
+    """Arguments for two rows of two heads of 16 elements, without V-coordinates."""
+    keys, stored = torch.zeros(2, 32, device=DEVICE), torch.zeros(2, 1, 32, device=DEVICE)
+    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    return query, keys, keys[:, :0].contiguous(), keys[0], (table, table), slots, (stored, stored[..., :0])
+
+
 def test_query_in_half_precision() -> None:
     """It is rotated in fp32."""
-    query = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
-    keys, table = torch.zeros(2, 32, device=DEVICE), torch.randn(2, 1, 16).to(DEVICE)
-    stored, slots = torch.zeros(2, 1, 32, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    tables = table[0], table[1]
-    found = append_token(query, keys, keys[:, :0].contiguous(), keys[0], tables, slots, (stored, stored[..., :0]))
-    expected = rotate(query[:, :, None].float(), (table[:1], table[1:]), interleaved=False)
-    torch.testing.assert_close(found, expected[:, :, 0])
+    query, table = random(2, 2, 16, seed=1, dtype=torch.half), random(1, 16, seed=2)
+    expected = rotate(query[:, :, None].float(), (table, table), interleaved=False)
+    torch.testing.assert_close(append_token(*small(query, table)), expected[:, :, 0])
 
 
 def test_refused() -> None:
-    query, keys = torch.zeros(2, 2, 16), torch.zeros(2, 32)
-    stored, slots = torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
-    table = torch.zeros(3, 16)
     with pytest.raises(ValueError, match=r"append_token takes contiguous tensors of one token per row.*\(3, 16\)"):
-        append_token(query, keys, keys[:, :0].contiguous(), keys[0], (table, table), slots, (stored, stored[..., :0]))
+        append_token(*small(random(2, 2, 16, seed=1), random(3, 16, seed=2)))
 
 
 def test_a_failure_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,8 +70,7 @@ def test_a_failure_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(failures, "_failures", {})
     monkeypatch.setattr(api, "launch", fail)
-    query, keys, table = torch.zeros(2, 2, 16), torch.zeros(2, 32), torch.zeros(1, 16)
-    stored, slots = torch.zeros(2, 1, 32), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(KernelFailedError, match="the kernel that appends to slim caches cannot run on cpu"):
-        append_token(query, keys, keys[:, :0].contiguous(), keys[0], (table, table), slots, (stored, stored[..., :0]))
+    query = random(2, 2, 16, seed=1)
+    with pytest.raises(KernelFailedError, match="the kernel that appends to slim caches cannot run on"):
+        append_token(*small(query, random(1, 16, seed=2)))
     assert list(failures._failures) == [(Kernel.APPEND, query.device)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,28 +18,25 @@ from .operator_runs import DTYPES, random
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def assert_exact(name: str, given: tuple[Tensor | None, ...], states: Tensor, **named: bool) -> None:
-    """Errors of results and states are at most twice those of the reference in the same dtype, and a rounding."""
-    wide = [None if one is None else one.double() for one in given]
-    exact = getattr(reference, name)(*wide, states.double(), **named)
-    expected = getattr(reference, name)(*given, states, **named)
-    held = states.clone()
-    found = getattr(api, name)(*given, held, **named), held
+def wide(part: Any) -> Any:
+    """In fp64: a tensor, or those of gates."""
+    return part.double() if isinstance(part, Tensor) else part and Gates(*(one.double() for one in part))
+
+
+def assert_exact(name: str, *given: Any, states: int = -1, **named: bool) -> None:
+    """Errors of results and states are at most twice those of the reference in the same dtype, and a rounding.
+
+    Args:
+        states: Position of the states, which are overwritten, among the arguments.
+    """
+    exact = getattr(reference, name)(*map(wide, given), **named)
+    expected = getattr(reference, name)(*given, **named)
+    held = [one.clone() if one is given[states] else one for one in given]
+    found = getattr(api, name)(*held, **named), held[states]
     for one, two, three in zip(found, expected, exact, strict=True):
         assert one.shape == two.shape
         bound = 2 * (two.to(one.dtype) - three).abs().max() + torch.finfo(one.dtype).eps * three.abs().max()
         assert (one - three).abs().max() <= bound
-
-
-def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, *, silu: bool) -> None:
-    wide = [None if one is None else one.double() for one in (x, states, weight, bias)]
-    exact = reference.convolve(*wide, silu=silu)  # type: ignore[arg-type]
-    expected = reference.convolve(x, states, weight, bias, silu=silu)
-    held = states.clone()
-    found = api.convolve(x, held, weight, bias, silu=silu)
-    assert torch.equal(held, expected[1])
-    bound = 2 * (expected[0] - exact[0]).abs().max() + torch.finfo(x.dtype).eps * exact[0].abs().max()
-    assert (found - exact[0]).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -48,7 +47,7 @@ def test_convolve(length: int, taps: int, biased: bool, dtype: torch.dtype) -> N
     x = random(rows, 2 * channels, seed=1, dtype=dtype)[:, channels:]
     states = random(rows, channels, length, seed=2, dtype=dtype)
     weight, bias = random(channels, taps, seed=3, dtype=dtype), random(channels, seed=4, dtype=dtype)
-    convolved(x, weight, bias if biased else None, states, silu=biased)
+    assert_exact("convolve", x, states, weight, bias if biased else None, states=1, silu=biased)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -61,7 +60,7 @@ def test_delta_rule(rows: int, key_heads: int, heads: int, key_dim: int, value_d
     decay = -random(rows, heads, seed=3, dtype=torch.float32).exp()
     beta = random(rows, heads, seed=4, dtype=dtype).sigmoid()
     states = random(rows, heads, key_dim, value_dim, seed=5, dtype=torch.float32)
-    assert_exact("delta_rule", (both[:, :key_heads], both[:, key_heads:], value, decay, beta), states)
+    assert_exact("delta_rule", both[:, :key_heads], both[:, key_heads:], value, decay, beta, states)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -71,12 +70,7 @@ def test_delta_rule_of_projections(dtype: torch.dtype) -> None:
     decay, beta = (12 * random(3, 4, seed=seed, dtype=dtype) for seed in (3, 4))
     gates = Gates(random(4, seed=6, dtype=torch.float32), random(4, seed=7, dtype=dtype))
     states = random(3, 4, 16, 16, seed=5, dtype=torch.float32)
-    wide = [one.double() for one in (query, key, value, decay, beta, states)]
-    exact = reference.delta_rule(*wide, Gates(*(one.double() for one in gates)))  # type: ignore[arg-type]
-    expected = reference.delta_rule(query, key, value, decay, beta, states, gates)
-    found = api.delta_rule(query, key, value, decay, beta, states, gates), states
-    for one, two, three in zip(found, expected, exact, strict=True):
-        assert (one - three).abs().max() <= 2 * (two - three).abs().max() + torch.finfo(dtype).eps * three.abs().max()
+    assert_exact("delta_rule", query, key, value, decay, beta, states, gates, states=5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
@@ -89,15 +83,15 @@ def test_scan(rows: int, groups: int, heads: int, width: int, size: int, dtype: 
     rates = -random(heads, seed=4, dtype=torch.float32).exp()
     skips, biases = (random(heads, seed=seed, dtype=dtype) for seed in (5, 6))
     states = random(rows, heads, width, size, seed=7, dtype=torch.float32)
-    assert_exact("scan", (x, steps, rates, both[:, :groups], both[:, groups:], skips, biases), states)
+    assert_exact("scan", x, steps, rates, both[:, :groups], both[:, groups:], skips, biases, states)
 
 
 def test_refused() -> None:
     x = random(2, 8, seed=1, dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"convolve takes .* got \(2, 8\), \(2, 8, 3\) and \(8, 5\)"):
+    with pytest.raises(ValueError, match=r"convolve takes .* got \(2, 8\), \(2, 8, 3\), \(8, 5\)"):
         api.convolve(x, x.new_zeros(2, 8, 3), x.new_zeros(8, 5), None, silu=True)
     heads = x.view(2, 1, 8)
     with pytest.raises(ValueError, match=r"contiguous states \[rows, heads, key_dim, value_dim\]"):
         api.delta_rule(heads, heads, heads, x[:, :1], x[:, :1], x.new_zeros(2, 1, 8, 8).mT)
-    with pytest.raises(ValueError, match="of up to 256 numbers of an input"):
+    with pytest.raises(ValueError, match="of up to 256 elements of an input"):
         api.scan(heads, x, x[0], heads, heads, x[0], x[0], x.new_zeros(2, 1, 8, 8))

@@ -9,23 +9,20 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
+from hf_fastdecode.kernels.stored_product import MOST_ROWS, ProductConfig, Term, choose_config, stored_product
 
 from ..cases import exhaustive_but
-from .operator_runs import DEVICE
+from .operator_runs import DEVICE, random
 
 GROUPS, COLUMNS = 3, 72
 """Columns of a group end within a tile of 32."""
 
 
 def make_term(rows: int, width: int, dtype: torch.dtype, seed: int) -> Term:
-    generator = torch.Generator().manual_seed(seed)
-    parts = (
-        (100 * torch.randn(rows, GROUPS, width, generator=generator)).to(dtype),
-        torch.randn(width, GROUPS * COLUMNS, generator=generator).half(),
-        torch.exp2(torch.randint(-3, 4, (GROUPS * COLUMNS,), generator=generator)).float(),
-    )
-    return Term(*(part.to(DEVICE) for part in parts))
+    columns = GROUPS * COLUMNS
+    factor = random(rows, GROUPS, width, seed=seed)
+    powers = torch.exp2(random(columns, seed=seed + 1).round())
+    return Term((100 * factor).to(dtype), random(width, columns, seed=seed + 2, dtype=torch.half), powers)
 
 
 def oracle(terms: list[Term], constant: Tensor) -> Tensor:
@@ -41,7 +38,7 @@ def oracle(terms: list[Term], constant: Tensor) -> Tensor:
 def test_widths_divided_among_programs(parts: int, dtype: torch.dtype) -> None:
     """In parts that end within a tile, that have nothing of the second factor, or nothing at all."""
     terms = [make_term(5, width, dtype, seed=width) for width in (300, 40)]
-    constant = torch.randn(GROUPS * COLUMNS, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    constant = random(GROUPS * COLUMNS, seed=1)
     exact = oracle(terms, constant)
     for in_range in (False, True):
         found = stored_product(terms, constant, ProductConfig(32, 32, parts=parts), in_range=in_range)

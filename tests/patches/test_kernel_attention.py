@@ -221,7 +221,7 @@ def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)  # steps run uncaptured, and interpreted
     refusal = "of this test" if launches == "many" and fuse else None
     monkeypatch.setattr(kernel_attention, "products_refusal", lambda *_: refusal)
-    from hf_fastdecode.kernels.slim_append import api as slim_append
+    from hf_fastdecode.kernels import slim_append
 
     appended: list[Any] = []
     append = slim_append.append_token

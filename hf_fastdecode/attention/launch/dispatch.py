@@ -29,20 +29,14 @@ class Heads:
     """Head counts and sizes of a layer, from which its bytes and operations follow.
 
     A `HeadShape` has only those on which schedules depend.
-
-    Attributes:
-        heads: Query heads.
-        queries: New tokens per row.
-        itemsize: Bytes per element.
-        window: Sliding window in tokens, if any.
     """
 
-    heads: int
+    heads: int  # query heads
     kv_heads: int
     head_dim: int
-    queries: int = 1
-    itemsize: int = 2
-    window: int | None = None
+    queries: int = 1  # new tokens per row
+    itemsize: int = 2  # bytes per element
+    window: int | None = None  # sliding window in tokens, if any
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,15 +46,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen candidate and the predictions behind it.
+    """The chosen candidate and the predictions for all."""
 
-    Attributes:
-        name: The fastest candidate.
-        seconds: Predicted time of a layer's step, by candidate.
-    """
-
-    name: str
-    seconds: dict[str, float]
+    name: str  # the fastest candidate
+    seconds: dict[str, float]  # predicted time of a layer's step, by candidate
 
     def __str__(self) -> str:
         others = ", ".join(f"{name} {1e6 * time:.0f}" for name, time in self.seconds.items())
@@ -154,43 +143,26 @@ class Choices:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Measured rates of one attention implementation.
+    """Measured rates of one attention implementation."""
 
-    Attributes:
-        launch: Seconds of overhead; per launch for the library.
-        bandwidth: Bytes per second over nodes.
-        suffix_bandwidth: Bytes per second over suffixes.
-        rate: Floating-point operations per second over nodes.
-    """
-
-    launch: float
-    bandwidth: float
-    suffix_bandwidth: float
-    rate: float = float("inf")
+    launch: float  # seconds of overhead; per launch for the library
+    bandwidth: float  # bytes per second over nodes
+    suffix_bandwidth: float  # bytes per second over suffixes
+    rate: float = float("inf")  # floating-point operations per second over nodes
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Constants of one device; see `dispatch`.
-
-    Attributes:
-        library: PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes.
-        plain: Plain decoding, with a copy of the context per row.
-        beside_bandwidth: Bytes per second of suffixes per multiprocessor, beside the node kernel.
-        portable_rate: Floating-point operations per second over nodes of the portable (not Hopper) kernel.
-        matmul_rate: Floating-point operations per second of large matrix products.
-        multiprocessors: Streaming multiprocessors, each with one query tile at a time.
-        l2_bytes: Size of the L2 cache.
-    """
+    """Constants of one device; see `dispatch`."""
 
     kernels: Candidate
-    library: Candidate
-    plain: Candidate
-    beside_bandwidth: float
-    portable_rate: float
-    matmul_rate: float
-    multiprocessors: int
-    l2_bytes: float
+    library: Candidate  # PyTorch's fused operators over the forest, the faster of flash and cuDNN over nodes
+    plain: Candidate  # plain decoding, with a copy of the context per row
+    beside_bandwidth: float  # bytes per second of suffixes per multiprocessor, beside the node kernel
+    portable_rate: float  # floating-point operations per second over nodes of the portable (not Hopper) kernel
+    matmul_rate: float  # floating-point operations per second of large matrix products
+    multiprocessors: int  # streaming multiprocessors, each with one query tile at a time
+    l2_bytes: float  # size of the L2 cache
 
     def scaled(self, bandwidth_factor: float, rate_factor: float) -> Costs:
         """These constants for a device of other memory bandwidth and arithmetic rate."""

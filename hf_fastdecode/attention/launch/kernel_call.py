@@ -1,4 +1,4 @@
-"""Calls the decode and prefill kernels on tensors of any strides, on a CUDA device that need not be the current one.
+"""Calls of the decode and prefill kernels, on tensors of any strides, and tables of addresses.
 
 The prefill kernel computes what PyTorch's fused operators leave out: a soft cap, sinks, or a window that hides tokens.
 All runs of a pass are one launch, after one for each of their contexts, whose partials it merges.
@@ -6,29 +6,27 @@ All runs of a pass are one launch, after one for each of their contexts, whose p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.schedule import Schedule
-from ...kernels.prefill.config import refusal
+from ...kernels.prefill.api import prefill_attention, prefill_partial, refusal
 from ..forest import Forest
 from ..kv import Scoring, Segment
 from ..partial import Partial
 from ..runs import PackedRuns, Stored
 
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.api import Config
-
 
 def node_addresses(
     forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None = None
 ) -> Tensor:
-    """Addresses of each node's keys and values, and stride between KV heads in numbers: ``[3, nodes]`` int64.
+    """Addresses of each node's keys and values, and stride between KV heads in elements: ``[3, nodes]`` int64.
 
     Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
     """
@@ -36,7 +34,7 @@ def node_addresses(
 
 
 def rest_addresses(forest: Forest, rests: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-    """Addresses of what all KV heads share of each node's keys, of ``[1, tokens, rest]`` by segment: int64."""
+    """Address of each node's elements of keys that all KV heads share, ``[1, tokens, rest]`` by segment: int64."""
     parts = (rests[node.span.segment][0, node.span.start :] for node in forest.nodes)
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu")
 
@@ -97,7 +95,7 @@ def suffix_addresses(suffix: Segment, first: int = 0) -> list[int]:
 
 
 def _check_strides(segment: Segment) -> None:
-    """The kernels step through values as through keys, and through what follows latents in steps of its width."""
+    """Check that values have the strides of keys, and the elements after latents those for their width."""
     keys, values = segment
     if keys.stride() == values.stride():
         return
@@ -127,22 +125,14 @@ def run_kernels(
     other: Partial | None = None,
     into: Partial | None = None,
 ) -> Tensor:
-    """`forest_decode` on tensors of any strides, on a CUDA device that need not be the current one.
-
-    The arguments are those of `forest_decode`, of which ``nodes`` and ``suffix`` are tables of device addresses. It
-    needs the last dimension of queries, keys and values to be contiguous: they are copied where it is not.
+    """`forest_decode` with these scores, of queries, keys and values that are copied where their rows have gaps.
 
     Returns:
         ``[rows, heads, queries, head_dim]`` in the query's dtype; fp32 with `into`.
     """
     from ...kernels.forest_decode.api import forest_decode
 
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    if new_keys.stride(-1) != 1:
-        new_keys = new_keys.contiguous()
-    if new_values.stride(-1) != 1:
-        new_values = new_values.contiguous()
+    query, new_keys, new_values = _in_rows(query, new_keys, new_values)
     tables = (node_addresses, suffix_addresses, slots, lengths, schedule, config)
     out, _ = forest_decode(
         query,
@@ -161,28 +151,6 @@ def run_kernels(
     return out
 
 
-def run_node_kernels(
-    query: Tensor,
-    node_addresses: Tensor,
-    slots: Tensor,
-    schedule: Schedule,
-    config: Config,
-    kv_heads: int,
-    scale: float,
-    soft_cap: float | None = None,
-    rest: int = 0,
-    other: Partial | None = None,
-) -> Partial:
-    """`forest_partial` likewise: the partial of the nodes, and of `other` keys if given."""
-    from ...kernels.forest_decode.api import forest_partial
-
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    tables = (node_addresses, slots, schedule, config)
-    options: dict[str, Any] = {"kv_heads": kv_heads, "soft_cap": soft_cap, "rest": rest, "other": other}
-    return Partial(*forest_partial(query, *tables, scale=scale, **options))
-
-
 def kernel_attention(
     query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, runs: PackedRuns, stored: Stored
 ) -> Tensor | None:
@@ -199,18 +167,11 @@ def kernel_attention(
         score options, off a GPU, in other dtypes than half precision, for gradients, or after a failure.
     """
     window = scoring.window if scoring.window is not None and runs.outgrow(scoring.window, stored) else None
-    if _is_plain(scoring, window) or not on_gpu(query):
-        return None
-    if refusal(query, keys, values, [part for name in runs.contexts for part in stored(name)]) is not None:
+    if not _serves(scoring, window, query, keys, values, (part for name in runs.contexts for part in stored(name))):
         return None
     query, keys, values = _in_rows(query, keys, values)
     own, contexts = runs.intervals(query.device, window, stored)
     options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap}
-    from ...kernels.prefill.api import (
-        prefill_attention,  # they import triton, which may be missing
-        prefill_partial,
-    )
-
     try:
         earlier = _no_keys(query) if contexts else None
         for name, intervals in contexts:
@@ -230,15 +191,13 @@ def padded_kernel_attention(
     intervals: Callable[[], Tensor],
     context: Partial | None,
 ) -> Tensor | None:
-    """The same for a pass that ends in padding, see `padded_causal_attention`.
+    """`kernel_attention` for a pass that ends in padding, see `padded_causal_attention`.
 
     Args:
         intervals: Returns `padded_intervals` of the layer's window.
     """
-    if _is_plain(scoring, scoring.window) or not on_gpu(query) or refusal(query, keys, values) is not None:
+    if not _serves(scoring, scoring.window, query, keys, values):
         return None
-    from ...kernels.prefill.api import prefill_attention
-
     query, keys, values = _in_rows(query, keys, values)
     options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap, "sinks": scoring.sinks}
     try:
@@ -260,9 +219,17 @@ def padded_intervals(tokens: int, runs: Tensor | None, window: int | None, devic
     return torch.stack([token, first if window is None else torch.maximum(first, token - window + 1), token])
 
 
-def _is_plain(scoring: Scoring, window: int | None) -> bool:
-    """Whether PyTorch's fused operators compute such scores, where a window hides tokens if given."""
-    return scoring.softcap is None and scoring.sinks is None and window is None
+def _serves(
+    scoring: Scoring, window: int | None, query: Tensor, keys: Tensor, values: Tensor, stored: Iterable[Tensor] = ()
+) -> bool:
+    """Whether the kernel is to compute these scores, as PyTorch's fused operators do not, and does on this device.
+
+    Args:
+        window: The layer's window if it hides tokens.
+        stored: Keys and values of contexts, which are looked up where all else holds.
+    """
+    plain = scoring.softcap is None and scoring.sinks is None and window is None
+    return not plain and on_gpu(query) and refusal(query, keys, values, [*stored]) is None
 
 
 def takes_windows(head_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -277,8 +244,8 @@ def on_gpu(query: Tensor) -> bool:
 
 
 def _in_rows(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Tensors whose last dimension is contiguous."""
-    return tuple(part if part.stride(-1) == 1 else part.contiguous() for part in parts)
+    """These tensors, copied unless their last dimension is contiguous."""
+    return tuple([part if part.stride(-1) == 1 else part.contiguous() for part in parts])
 
 
 def _no_keys(query: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...kernels.device import compute_capability, multiprocessors, shared_memory
+from ...kernels.forest_decode.config import CHAINED, Config
 from ...kernels.forest_decode.schedule import (
     BUNDLE,
     Capacity,
@@ -35,10 +36,6 @@ from ..forest import Forest, Node, Span
 from ..kv import Scoring
 from .dispatch import QUERY_TILE, costs_of
 
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.config import Config
-
-
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
 
@@ -46,23 +43,15 @@ _KEY_AND_VALUE_BYTES = 4  # one element of each, in half precision: the kernels 
 
 
 class HeadShape(NamedTuple):
-    """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them.
-
-    Attributes:
-        queries_per_kv_head: Packed queries of one row per KV head.
-        windowed: Whether scores depend on positions: a sliding window binds, or keys are biased by distance.
-        latents: Whether keys are latents, of which `head_dim` elements are read.
-        rest: Elements of keys beside `head_dim`, stored once for all KV heads.
-        biased: Whether keys are biased by distance.
-    """
+    """Heads of a layer, as far as schedules and launch parameters depend on them: layers of one shape share them."""
 
     kv_heads: int
-    queries_per_kv_head: int
+    queries_per_kv_head: int  # packed queries of one row per KV head
     head_dim: int
-    windowed: bool
-    latents: bool = False
-    rest: int = 0
-    biased: bool = False
+    windowed: bool  # whether scores depend on positions: a sliding window binds, or keys are biased by distance
+    latents: bool = False  # whether keys are latents, of which `head_dim` elements are read
+    rest: int = 0  # elements of keys beside `head_dim`, stored once for all KV heads
+    biased: bool = False  # whether keys are biased by distance
 
     @classmethod
     def of(cls, query: Tensor, keys: Tensor, scoring: Scoring, *, rest: int = 0) -> HeadShape:
@@ -72,6 +61,11 @@ class HeadShape(NamedTuple):
         biased, latents = scoring.distances is not None, keys.shape[-1] != head_dim
         windowed = biased or scoring.window is not None
         return cls(kv_heads, heads // kv_heads * queries, head_dim, windowed, latents, rest, biased)
+
+    def schedule_sizes(self, config: Config) -> dict[str, int]:
+        """Sizes of `make_schedule` with these launch parameters."""
+        blocks = {"block_m": config.block_m, "block_n": config.block_n}
+        return {"kv_heads": self.kv_heads, "queries": self.queries_per_kv_head, **blocks}
 
 
 class LaunchPlan:
@@ -101,22 +95,13 @@ class LaunchPlan:
         self.grid = self.config.per_sm * multiprocessors(device)
         self._last_asked = 0, self.grid
         self._node_shapes = node_shapes(forest, shape.queries_per_kv_head, self.config)
-        self._sizes = {
-            "kv_heads": shape.kv_heads,
-            "queries": shape.queries_per_kv_head,
-            "block_m": self.config.block_m,
-            "block_n": self.config.block_n,
-        }
+        self._sizes = shape.schedule_sizes(self.config)
 
     @cached_property
     def needed(self) -> Capacity:
         """The capacity that the schedule needs."""
-        return needed_capacity(
-            self._node_shapes,
-            kv_heads=self.shape.kv_heads,
-            queries=self.shape.queries_per_kv_head,
-            block_m=self.config.block_m,
-        )
+        sizes = {name: size for name, size in self._sizes.items() if name != "block_n"}
+        return needed_capacity(self._node_shapes, **sizes)
 
     def programs(self, suffix_tokens: int) -> int:
         """How many programs the node kernel should use at this suffix length.
@@ -196,15 +181,14 @@ def may_stay(forest: Forest, shape: HeadShape, device: torch.device, chosen: Con
     """Whether a step captured with launch parameters `kept` serves a forest for which `chosen` are chosen."""
     if differ_by_length(chosen, kept):
         return True
-    sizes = (shape.kv_heads, shape.queries_per_kv_head)
-    return chosen.chain == 1 < kept.chain and chains_may_stay(forest, *sizes, kept, chosen, multiprocessors(device))
+    return chosen.chain == 1 < kept.chain and chains_may_stay(forest, shape, kept, chosen, multiprocessors(device))
 
 
 def decode_config(
     forest: Forest, shape: HeadShape, device: torch.device, rows: int, *, own_dominate: bool = False
 ) -> Config:
     """Launch parameters of a layer over a forest, for steps of `rows` rows; arguments as for `LaunchPlan`."""
-    from ...kernels.forest_decode.api import choose_config
+    from ...kernels.forest_decode.api import choose_config  # it imports triton, which may be missing
 
     keys = shape.kv_heads * sum(
         node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
@@ -212,65 +196,48 @@ def decode_config(
     has_pdl = device.type == "cuda" and compute_capability(device) >= (9, 0)
     config = choose_config(
         max((node.row_count for node in forest.nodes), default=1) * shape.queries_per_kv_head,
-        shape.head_dim,
-        queries_per_kv_head=shape.queries_per_kv_head,
+        **shape._asdict(),
         rows=rows,
-        kv_heads=shape.kv_heads,
         keys=keys // multiprocessors(device),
-        windowed=shape.windowed,
-        biased=shape.biased,
         own_dominate=own_dominate,
-        latents=shape.latents,
-        rest=shape.rest,
         overlap=has_pdl,
         shared_memory=shared_memory(device),
         device=device,
     )
     if shape.windowed or shape.latents or shape.rest or own_dominate or not has_pdl:
         return config
-    sizes = (shape.kv_heads, shape.queries_per_kv_head, shape.head_dim)
-    return choose_chains(forest, *sizes, config, multiprocessors(device))
+    return choose_chains(forest, shape, config, multiprocessors(device))
 
 
+# Cost of a piece of work, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together.
 _PIECE_TILES = 2.0
-"""What a piece of work costs, in key tiles: less than `PIECE_COST`, as programs of a multiprocessor wait together."""
-
+# Queries whose partials take as long to write and merge as a key tile to read: bytes of either.
 _MERGED_QUERIES = 32
-"""Queries whose partials take as long to write and merge as a key tile to read: bytes of either."""
 
 
-def choose_chains(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, head_dim: int, wide: Config, multiprocessors: int
-) -> Config:
+def choose_chains(forest: Forest, shape: HeadShape, wide: Config, multiprocessors: int) -> Config:
     """Launch parameters with chains where these are predicted to be faster than `wide`, which are without.
 
     Measured on an H200, for trees of several levels whose widest node needs a query tile of 64 or more. Own nodes (see
     `own_segment`) do not count.
     """
-    from ...kernels.forest_decode.config import CHAINED
-
     forest = _without_own_nodes(forest)
-    if len(forest.levels) < 2 or wide.block_m < 64 or head_dim > 128:
+    if len(forest.levels) < 2 or wide.block_m < 64 or shape.head_dim > 128:
         return wide
-    sizes = (kv_heads, queries_per_kv_head)
-    times = {config: _microseconds(forest, *sizes, config, multiprocessors) for config in (*CHAINED, wide)}
+    times = {config: _microseconds(forest, shape, config, multiprocessors) for config in (*CHAINED, wide)}
     chained = min(CHAINED, key=times.__getitem__)
     return chained if _CLEARLY_FASTER * times[chained] < times[wide] else wide
 
 
-def chains_may_stay(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, chained: Config, wide: Config, multiprocessors: int
-) -> bool:
+def chains_may_stay(forest: Forest, shape: HeadShape, chained: Config, wide: Config, multiprocessors: int) -> bool:
     """Whether a step captured with chains serves a forest for which `choose_chains` returns `wide`, about as fast.
 
     Trees of a program that differ a little from call to call would otherwise be captured twice.
     """
-    from ...kernels.forest_decode.config import CHAINED
-
-    forest, sizes = _without_own_nodes(forest), (kv_heads, queries_per_kv_head)
+    forest = _without_own_nodes(forest)
     if chained not in CHAINED or len(forest.levels) < 2 or wide.block_m < 64:
         return False
-    staying, changing = (_microseconds(forest, *sizes, config, multiprocessors) for config in (chained, wide))
+    staying, changing = (_microseconds(forest, shape, config, multiprocessors) for config in (chained, wide))
     return staying <= _CLEARLY_FASTER * changing
 
 
@@ -281,22 +248,11 @@ def _without_own_nodes(forest: Forest) -> Forest:
     return Forest(forest.rows, [node for node in forest.nodes if node.span.segment >= 0])
 
 
-def _microseconds(
-    forest: Forest, kv_heads: int, queries_per_kv_head: int, config: Config, multiprocessors: int
-) -> float:
+def _microseconds(forest: Forest, shape: HeadShape, config: Config, multiprocessors: int) -> float:
     """Predicted time of attention to the nodes, without what takes the same time with other launch parameters."""
-    from ...kernels.forest_decode.config import CHAINED
-
-    shapes = node_shapes(forest, queries_per_kv_head, config)
-    share = longest_share(
-        shapes,
-        kv_heads=kv_heads,
-        queries=queries_per_kv_head,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=config.per_sm * multiprocessors,
-    )
-    depths = 1 + max(shape.depth for shape in shapes)
+    nodes = node_shapes(forest, shape.queries_per_kv_head, config)
+    share = longest_share(nodes, **shape.schedule_sizes(config), programs=config.per_sm * multiprocessors)
+    depths = 1 + max(node.depth for node in nodes)
     if config in CHAINED:
         return depths + CHAINED[config] * share
     return depths + (_HOPPER_START + _HOPPER_TILE * share if config.hopper else _WIDE_TILE * share)
@@ -361,26 +317,16 @@ def _children(forest: Forest) -> list[list[int]]:
     return below
 
 
-STEP: Final = 128
-"""Tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row."""
-
-_NARROW: Final = 16
-"""Packed queries of the smallest query tile."""
-
-_FEWEST_ROWS: Final = 4
-"""Rows from which launch parameters for own nodes were measured to be faster."""
+STEP: Final = 128  # tokens by which own nodes grow; the suffix kernel reads fewer than so many tokens per row
+_NARROW: Final = 16  # packed queries of the smallest query tile
+_FEWEST_ROWS: Final = 4  # rows from which launch parameters for own nodes were measured to be faster
 
 
 class OwnNodes(NamedTuple):
-    """Policy for long suffixes in a step.
+    """Policy for long suffixes in a step."""
 
-    Attributes:
-        used: Whether all but the last tokens of long suffixes are nodes.
-        dominate: Whether launch parameters suit these nodes, rather than the shared ones.
-    """
-
-    used: bool = False
-    dominate: bool = False
+    used: bool = False  # whether all but the last tokens of long suffixes are nodes
+    dominate: bool = False  # whether launch parameters suit these nodes, rather than the shared ones
 
 
 NO_OWN_NODES: Final = OwnNodes()

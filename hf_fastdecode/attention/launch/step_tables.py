@@ -8,55 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
+from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Scoring, Segment, SuffixLengths
 from ..partial import Partial
-from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, run_node_kernels, suffix_addresses
+from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, suffix_addresses
 from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_tokens, with_own_nodes
-
-if TYPE_CHECKING:  # it imports triton, which may be missing
-    from ...kernels.forest_decode.api import Config
 
 
 class DescribedStep(NamedTuple):
-    """Step that the tables describe.
-
-    Attributes:
-        own_tokens: Leading suffix tokens in own nodes.
-        suffixes: Lengths of whole suffixes.
-        stored: Lengths of what is stored here of them.
-    """
+    """Step that the tables describe."""
 
     forest: Forest
-    own_tokens: int
-    suffixes: SuffixLengths
-    stored: SuffixLengths
+    own_tokens: int  # leading suffix tokens in own nodes
+    suffixes: SuffixLengths  # lengths of whole suffixes
+    stored: SuffixLengths  # lengths of the parts stored here
 
 
 class NewTokens(NamedTuple):
-    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each.
+    """Where a step of one token per row finds it, of suffixes that other code attends to: ``[rows]`` each."""
 
-    Attributes:
-        positions: int64: tokens in each row's suffix before the step.
-        slots: int64: where the token is written.
-        lengths: int32: tokens stored with it.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    lengths: Tensor
+    positions: Tensor  # int64: tokens in each row's suffix before the step
+    slots: Tensor  # int64: where the token is written
+    lengths: Tensor  # int32: tokens stored with it
 
 
 Result = TypeVar("Result")
+
+Attend = Callable[[Scoring, Partial | None], Tensor]
+"""Attends to stored keys, and writes the partial if memory for it is given."""
 
 _SCHEDULE_INTERVAL = 32
 """Suffix tokens between two updates of the schedules."""
@@ -85,7 +74,7 @@ class _Scheduled:
 
     plan: LaunchPlan
     programs: int
-    room: Capacity
+    capacity: Capacity
     tables: Schedule
 
     def load(self, plan: LaunchPlan, suffix_length: int) -> None:
@@ -93,7 +82,7 @@ class _Scheduled:
         programs = plan.programs(suffix_length)
         if plan is not self.plan or programs != self.programs:
             self.plan, self.programs = plan, 0  # until the copy is done
-            self.tables.copy_(plan.schedule(programs, self.room))
+            self.tables.copy_(plan.schedule(programs, self.capacity))
             self.programs = programs
 
 
@@ -124,13 +113,13 @@ class StepTables:
     ):
         self.rows, self.device, self.forest, self.own_nodes = rows, device, forest, own_nodes
         self._sized_for = forest
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._positions = {layer: position for position, layer in enumerate(layers)}
         largest = self._largest(forest)
         self._depths = _rounded(len(largest.levels))
         self._nodes = _rounded(len(forest.nodes) + (rows if own_nodes.used else 0))
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self.nodes = torch.zeros(len(self._places), self._lines, self._nodes, dtype=torch.int64, device=device)
-            self.suffixes = torch.zeros(len(self._places), 4, dtype=torch.int64, device=device)
+            self.nodes = torch.zeros(len(self._positions), self._lines, self._nodes, dtype=torch.int64, device=device)
+            self.suffixes = torch.zeros(len(self._positions), 4, dtype=torch.int64, device=device)
             self.slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         # Filled by the layers' first forward pass.
@@ -200,6 +189,7 @@ class StepTables:
             query: ``[rows, heads, queries, head_dim]``.
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
+            origins: As for `forest_decode`.
             other: When given, the partial of further keys, fp32.
             into: When given, where to write the partial, fp32 and contiguous.
 
@@ -209,13 +199,27 @@ class StepTables:
         Raises:
             Unsupported: The kernels do not support these, or cannot be compiled or launched here.
         """
+        position = self._positions[layer]
 
-        def run(known: _Scheduled) -> Tensor:
-            place = self._places[layer]
-            tables = (self.nodes[place], self.suffixes[place], self.slots, self._kernel_lengths, known.tables)
-            return run_kernels(query, new_keys, new_values, *tables, known.plan.config, scoring, origins, other, into)
+        def attend(scoring: Scoring, into: Partial | None) -> Tensor:
+            def run(known: _Scheduled) -> Tensor:
+                tables = (
+                    self.nodes[position],
+                    self.suffixes[position],
+                    self.slots,
+                    self._kernel_lengths,
+                    known.tables,
+                )
+                options = (known.plan.config, scoring, origins, other, into)
+                return run_kernels(query, new_keys, new_values, *tables, *options)
 
-        return self._run(run, query, new_keys, new_values, scoring)
+            return self._run(run, query, new_keys, new_values, scoring)
+
+        return self._over_all_keys(attend, query, scoring, into)
+
+    def _over_all_keys(self, attend: Attend, query: Tensor, scoring: Scoring, into: Partial | None) -> Tensor:
+        """The result of `attend`, which attends to the keys stored here; merged with others where keys are divided."""
+        return attend(scoring, into)
 
     def attend_nodes(
         self,
@@ -227,7 +231,7 @@ class StepTables:
         soft_cap: float | None = None,
         other: Partial | None = None,
     ) -> Partial:
-        """Attend to the nodes alone, where other code attends to the rest of the rows; without own nodes.
+        """Attend to the nodes alone, where other code attends to the remaining keys of the rows; without own nodes.
 
         Args:
             query: ``[rows, heads, queries, head_dim + rest]`` in the dtype of the nodes.
@@ -243,10 +247,14 @@ class StepTables:
         """
 
         def run(known: _Scheduled) -> Partial:
-            nodes = self.nodes[self._places[layer]]
-            tables = (nodes, self.slots, known.tables, known.plan.config)
-            return run_node_kernels(query, *tables, keys.shape[1], scale, soft_cap, self.rest, other)
+            from ...kernels.forest_decode.api import forest_partial
 
+            tables = (self.nodes[self._positions[layer]], self.slots, known.tables, known.plan.config)
+            options: dict[str, Any] = {"kv_heads": keys.shape[1], "scale": scale, "soft_cap": soft_cap}
+            return Partial(*forest_partial(query, *tables, **options, rest=self.rest, other=other))
+
+        if query.stride(-1) != 1:
+            query = query.contiguous()
         keys = query[:, :kv_heads, :, : query.shape[-1] - self.rest]  # of the shape that new keys would have
         return self._run(run, query, keys, keys, Scoring(scale, soft_cap, None, None))
 
@@ -272,11 +280,11 @@ class StepTables:
         units = max(plan.needed.units, sized.units) + (own if self.own_nodes.used else 0)
         depths = max(plan.needed.depths, sized.depths)  # fewer than levels where nodes are read in chains
         depths += self.own_nodes.used
-        room = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
+        capacity = Capacity(min(self._depths, _rounded(depths)), self._nodes, _rounded(units))
         assert self._described is not None
         programs = plan.programs(self._described.stored.longest - self._described.own_tokens)
         with torch.inference_mode(False):
-            return _Scheduled(plan, programs, room, plan.schedule(programs, room))
+            return _Scheduled(plan, programs, capacity, plan.schedule(programs, capacity))
 
     def _wanted_own_tokens(self, suffixes: SuffixLengths) -> int:
         """Leading tokens of every suffix that should be own nodes; 0 before the layers' first forward pass."""
@@ -312,32 +320,32 @@ class StepTables:
         moved = [index for index, stored in layers.items() if self._versions.get(index) is not stored.version]
         if not moved:
             return
-        self._make_room(moved)
-        first, last = (extreme(self._places[index] for index in moved) for extreme in (min, max))
-        places = {self._places[index]: stored for index, stored in layers.items() if index in self._places}
+        self._grow(moved)
+        first, last = (extreme(self._positions[index] for index in moved) for extreme in (min, max))
+        by_position = {self._positions[index]: stored for index, stored in layers.items() if index in self._positions}
         nodes = torch.zeros(last + 1 - first, self._lines, self._nodes, dtype=torch.int64, device="cpu")
         addresses, of_suffixes = AddressesOfLayers(self.forest), []
         for line in range(last + 1 - first):
-            stored = places[first + line]
+            stored = by_position[first + line]
             suffix = stored.suffix
             nodes[line, :, : len(self.forest.nodes)] = self._node_addresses(addresses, stored)
             of_suffixes.append([0] * 4 if suffix is None else suffix_addresses(suffix, own))
         suffixes = torch.tensor(of_suffixes, dtype=torch.int64, device="cpu")
         self.nodes[first : last + 1].copy_(nodes)
         self.suffixes[first : last + 1].copy_(suffixes)
-        self._versions |= {index: layers[index].version for index in layers if first <= self._places[index] <= last}
+        self._versions |= {index: layers[index].version for index in layers if first <= self._positions[index] <= last}
 
     def _node_addresses(self, addresses: AddressesOfLayers, stored: StoredKV) -> Tensor:
-        """Those of the nodes in one layer: ``[lines, nodes]`` int64, on the CPU."""
+        """Addresses of the nodes in one layer: ``[lines, nodes]`` int64, on the CPU."""
         return addresses.of(stored.segments, stored.suffix)
 
-    def _make_room(self, layers: Iterable[int]) -> None:
-        """Make room for the addresses of new layers; never in captured steps, which know theirs."""
+    def _grow(self, layers: Iterable[int]) -> None:
+        """Grow the tables for the addresses of new layers; never in captured steps, which know theirs."""
         for layer in layers:
-            self._places.setdefault(layer, len(self._places))
-        if len(self._places) > len(self.nodes):
+            self._positions.setdefault(layer, len(self._positions))
+        if len(self._positions) > len(self.nodes):
             with torch.inference_mode(False):
-                more = 2 * len(self._places) - len(self.nodes)
+                more = 2 * len(self._positions) - len(self.nodes)
                 self.nodes = torch.cat([self.nodes, self.nodes.new_zeros(more, *self.nodes.shape[1:])])
                 self.suffixes = torch.cat([self.suffixes, self.suffixes.new_zeros(more, 4)])
 
@@ -350,7 +358,7 @@ class StepTables:
         plan, kept = self._plan(forest, shape), known.plan.config
         if not may_stay(forest, shape, self.device, plan.config, kept):
             return False
-        return known.room.holds(self._plan(forest, shape, kept).needed)
+        return known.capacity.holds(self._plan(forest, shape, kept).needed)
 
     def _plan(self, forest: Forest, shape: HeadShape, config: Config | None = None) -> LaunchPlan:
         own_dominate = self.own_nodes.dominate
@@ -363,14 +371,14 @@ def _rounded(count: int) -> int:
 
 
 class Alike(NamedTuple):
-    """What layers have in common that read the same tables: their heads, and how they attend to long suffixes."""
+    """Common properties of layers that read the same tables: their heads, and how they attend to long suffixes."""
 
     shape: HeadShape
     own_nodes: OwnNodes
 
 
 class TablesByShape:
-    """Tables of a step for every layer, see `StepTables`; `layers` has what each has in common with others.
+    """Tables of a step for every layer, see `StepTables`; `layers` has each layer's `Alike`.
 
     Args:
         make: Makes the tables of layers that are alike; arguments as for `StepTables`.
@@ -412,19 +420,10 @@ class TablesByShape:
             tables.follow(forest, suffixes, own)
 
 
-class StoredWithRests(StoredKV, Protocol):
-    """Storage of one layer's nodes.
-
-    Attributes:
-        rests: What all KV heads share of keys, ``[1, tokens, rest]`` by segment.
-    """
-
-    @property
-    def rests(self) -> Mapping[int, Tensor]: ...
-
-
 class RestTables(StepTables):
-    """Tables for nodes alone; further arguments as for `StepTables`, whose layers are `StoredWithRests`.
+    """Tables for nodes alone; further arguments as for `StepTables`.
+
+    Storage of layers has `rests` too: by segment, the elements of keys that all KV heads share, ``[1, tokens, rest]``.
 
     Args:
         rest: Elements of a key that all KV heads share; the last ones.
@@ -437,6 +436,5 @@ class RestTables(StepTables):
         super().__init__(*args)
 
     def _node_addresses(self, addresses: AddressesOfLayers, stored: Any) -> Tensor:
-        given: StoredWithRests = stored
-        of_rests = rest_addresses(self.forest, given.rests)
-        return torch.cat([super()._node_addresses(addresses, given), of_rests[None]])
+        of_rests = rest_addresses(self.forest, stored.rests)
+        return torch.cat([super()._node_addresses(addresses, stored), of_rests[None]])

@@ -154,7 +154,7 @@ class Widths(NamedTuple):
 
 
 class ExpandedLayer:
-    """What one layer has of these nodes; a `StoredWithRests` without suffixes.
+    """What one layer has of these nodes; as `RestTables` reads it, without suffixes.
 
     Attributes:
         segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.

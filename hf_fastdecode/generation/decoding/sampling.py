@@ -30,7 +30,7 @@ from transformers import (
 from ...errors import Unsupported
 from ...kernels.ahead import compiled_ahead
 from ...kernels.failures import Kernel, KernelFailedError, failure
-from ...kernels.sampling import limits
+from ...kernels.limits import refusal_of_logits
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.sampling.api import Settings
@@ -293,7 +293,7 @@ def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> 
 
 
 def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    if refused := limits.refusal(logits.device, logits.dtype):
+    if refused := refusal_of_logits(logits.device, logits.dtype):
         raise Unsupported(refused)
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..._compat import EXPERTS_FIELD, uncompiled_call
 from ...kernels.device import interpreted
 from ...kernels.experts import reference
-from ...kernels.experts.api import experts, grouped_experts, grouped_refusal, largest, route
+from ...kernels.experts.api import experts, grouped_experts, largest, route
 from ...kernels.experts.config import (
     MOST_EXPERTS,
     MOST_LARGEST,
@@ -31,11 +31,12 @@ from ...kernels.experts.config import (
     Gate,
     Routing,
     Weights,
+    grouped_refusal,
     refusal,
     routing_refusal,
 )
 from ...kernels.failures import Kernel, KernelFailedError, failure
-from ...kernels.forest_decode.limits import HALF_PRECISION
+from ...kernels.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .gated import products_here

@@ -1,53 +1,37 @@
-"""What experts' kernels take and support, and their launch parameters."""
+"""Arguments of experts' kernels, their limits, and their launch parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..device import compute_capability, interpreted
+from ..device import compute_capability, interpreted, power_of_two
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION
+from ..limits import HALF_PRECISION, refusal_of_operands, refusal_of_weights
 from ..pointwise.api import Activation
 
 
 class Gate(NamedTuple):
-    """``activation(gate) * (up + offset)``, with clamped inputs.
-
-    Attributes:
-        alpha: Factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``.
-        limit: The most a gate can be, and the most and least of what it opens.
-        offset: Added to what the gate opens.
-    """
+    """``activation(gate) * (up + offset)``, with clamped inputs."""
 
     activation: Activation
-    alpha: float = 1.0
-    limit: float = inf
-    offset: float = 0.0
+    alpha: float = 1.0  # factor of the gate within the sigmoid of `Activation.SILU`, ``gate * sigmoid(alpha * gate)``
+    limit: float = inf  # the most a gate can be, and the most and least of what it opens
+    offset: float = 0.0  # added to what the gate opens
 
 
 class Weights(NamedTuple):
-    """Weights of a layer's experts, as transformers' modules hold them.
+    """Weights of a layer's experts, as transformers' modules hold them."""
 
-    Attributes:
-        gate_up: ``[experts, 2 * inner, hidden]``, or ``[experts, hidden, 2 * inner]`` where `transposed`.
-        down: ``[experts, hidden, inner]``, or ``[experts, inner, hidden]`` where `transposed`.
-        gate_up_bias: ``[experts, 2 * inner]``, or None.
-        down_bias: ``[experts, hidden]``, or None.
-        transposed: Whether the width of a product comes before its columns.
-        interleaved: Whether columns of gates and of what they open alternate; else all gates come first.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    transposed: bool = False
-    interleaved: bool = False
+    gate_up: Tensor  # ``[experts, 2 * inner, hidden]``, or ``[experts, hidden, 2 * inner]`` where `transposed`
+    down: Tensor  # ``[experts, hidden, inner]``, or ``[experts, inner, hidden]`` where `transposed`
+    gate_up_bias: Tensor | None = None  # ``[experts, 2 * inner]``, or None
+    down_bias: Tensor | None = None  # ``[experts, hidden]``, or None
+    transposed: bool = False  # whether the width of a product comes before its columns
+    interleaved: bool = False  # whether columns of gates and of what they open alternate; else all gates come first
 
     @property
     def experts(self) -> int:
@@ -63,73 +47,42 @@ class Weights(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """How a router chooses experts and their shares.
+    """How a router chooses experts and their shares."""
 
-    Attributes:
-        experts: Of a row.
-        first: Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their
-            sum.
-        whole: Whether shares stay in fp32; else they are rounded to the dtype of the input.
-    """
-
-    experts: int
+    experts: int  # of a row
+    # Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their sum
     first: bool
-    whole: bool
+    whole: bool  # whether shares stay in fp32; else they are rounded to the dtype of the input
 
 
-MOST_PAIRS: Final = 1024
-"""Pairs of a row and an expert."""
-
-MOST_OF_AN_EXPERT: Final = 32
-"""Pairs of an expert, on average. Of more, products take longer than reading weights."""
-
+MOST_PAIRS: Final = 1024  # of a row and an expert
+MOST_OF_AN_EXPERT: Final = 32  # pairs of an expert, on average; of more, products take longer than reading weights
 MOST_EXPERTS: Final = 512
-
-MOST_LARGEST: Final = 16
-"""Elements that `largest` finds in a row."""
-
-MOST_ROUTED: Final = 32
-"""Rows of a router."""
-
-MOST_ROUTES: Final = 128
-"""Experts of a router."""
-
-MOST_WIDTH: Final = 8192
-"""Elements of a row of a router."""
-
-WIDTHS: Final = 32
-"""What the widths of products are multiples of."""
+MOST_LARGEST: Final = 16  # elements that `largest` finds in a row
+MOST_ROUTED: Final = 32  # rows of a router
+MOST_ROUTES: Final = 128  # experts of a router
+MOST_WIDTH: Final = 8192  # elements of a row of a router
+WIDTHS: Final = 32  # divisor of the widths of products
+GROUPED_WIDTHS: Final = 8  # divisor of the widths of grouped products, which need aligned strides
 
 _AT_ONCE = (128, 64, 32)
 _BIG_TILES = 192 << 10  # bytes of shared memory from which two programs with the largest tiles fit
 
 
 class Config(NamedTuple):
-    """Launch parameters of `products`.
+    """Launch parameters of `products`."""
 
-    Attributes:
-        columns: Columns of a tile.
-        at_once: Elements of each pair and column per iteration.
-        stages: Iterations whose loads are in flight.
-    """
-
-    columns: int
-    at_once: int
-    stages: int
+    columns: int  # columns of a tile
+    at_once: int  # elements of each pair and column per iteration
+    stages: int  # iterations whose loads are in flight
 
 
 class Configs(NamedTuple):
-    """Launch parameters of a layer's experts.
+    """Launch parameters of a layer's experts."""
 
-    Attributes:
-        block_pairs: Pairs of an item.
-        gate_up: Of the first product.
-        down: Of the second.
-    """
-
-    block_pairs: int
-    gate_up: Config
-    down: Config
+    block_pairs: int  # pairs of an item
+    gate_up: Config  # of the first product
+    down: Config  # of the second
 
 
 def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
@@ -140,7 +93,7 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
         shared_memory: Bytes of it that a program can have.
     """
     twice = -(-2 * pairs // weights.experts)
-    block_pairs = min(64, max(16, 1 << (twice - 1).bit_length()))
+    block_pairs = min(64, max(16, power_of_two(twice)))
     few, big = block_pairs == 16, shared_memory >= _BIG_TILES
 
     def config(width: int, columns: int) -> Config:
@@ -166,53 +119,54 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
         chosen: ``[rows, experts_per_row]``.
         shares: Likewise.
     """
-    pairs = chosen.numel()
-    most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
+    pairs, most = chosen.numel(), min(MOST_PAIRS, MOST_OF_AN_EXPERT * weights.experts)
     if not 1 <= pairs <= most or weights.experts > MOST_EXPERTS:
         return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
-    if x.dim() != 2 or chosen.shape != shares.shape or chosen.dim() != 2 or len(chosen) != len(x):
+    reason = _refusal_of_pairs(x, chosen, shares) or _refusal_of_shapes(x, weights)
+    return reason or _refusal_of_tensors(x, weights, chosen, shares) or _refusal_here(x)
+
+
+def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
+    """Why `grouped_experts` does not serve these tensors; None when it does. Arguments as for `refusal`."""
+    if reason := _refusal_of_tensors(x, weights, chosen, shares) or _refusal_of_pairs(x, chosen, shares):
+        return reason
+    if weights.hidden % GROUPED_WIDTHS or weights.inner % GROUPED_WIDTHS or x.shape[1] != weights.hidden:
+        return f"it takes widths in multiples of {GROUPED_WIDTHS}, got {weights.hidden} and {weights.inner}"
+    on_hopper = x.device.type == "cuda" and compute_capability(x.device)[0] == 9
+    if not interpreted() and not (on_hopper and x.dtype == torch.bfloat16):
+        return "PyTorch's grouped products are fast in bf16 on Hopper GPUs"
+    return failure(Kernel.EXPERTS, x.device)
+
+
+def _refusal_of_pairs(x: Tensor, chosen: Tensor, shares: Tensor) -> str | None:
+    if x.dim() != 2 or chosen.dim() != 2 or chosen.shape != shares.shape or len(chosen) != len(x) or not len(x):
         return "it takes rows [rows, hidden], and experts and their shares [rows, experts_per_row]"
     if chosen.dtype not in (torch.int32, torch.int64) or not shares.dtype.is_floating_point:
         return f"it takes whole numbers of experts and fractions of each, got {chosen.dtype} and {shares.dtype}"
+    return None
+
+
+def _refusal_of_shapes(x: Tensor, weights: Weights) -> str | None:
     experts, hidden, inner = weights.experts, weights.hidden, weights.inner
     if hidden % WIDTHS or inner % WIDTHS or x.shape[1] != hidden:
         return f"it takes widths in multiples of {WIDTHS}, got {hidden} and {inner}"
     if hidden * 2 * inner >= 1 << 31:
-        return f"it takes experts whose weights have less than 2^31 numbers each, got {hidden} * {2 * inner}"
-    shapes = (hidden, 2 * inner), (inner, hidden)
+        return f"it takes experts whose weights have less than 2^31 elements each, got {hidden} * {2 * inner}"
+    shapes = [(hidden, 2 * inner), (inner, hidden)]
     if not weights.transposed:
-        shapes = shapes[0][::-1], shapes[1][::-1]
-    if weights.gate_up.shape != (experts, *shapes[0]) or weights.down.shape != (experts, *shapes[1]):
-        return f"weights have other shapes: {tuple(weights.gate_up.shape)} and {tuple(weights.down.shape)}"
-    biases = (weights.gate_up_bias, 2 * inner), (weights.down_bias, hidden)
-    given = [(bias, columns) for bias, columns in biases if bias is not None]
-    if len(given) == 1 or any(bias.shape != (experts, columns) for bias, columns in given):
+        shapes = [shape[::-1] for shape in shapes]
+    found = [tuple(part.shape) for part in weights[:2]]
+    if found != [(experts, *shape) for shape in shapes]:
+        return f"weights have other shapes: {found[0]} and {found[1]}"
+    biases = [None if bias is None else tuple(bias.shape) for bias in (weights.gate_up_bias, weights.down_bias)]
+    if biases not in ([None, None], [(experts, 2 * inner), (experts, hidden)]):
         return "it takes biases [experts, columns] of both products or of none"
-    parts = (weights.gate_up, weights.down, *(bias for bias, _ in given))
-    if reason := refusal_of_any_shape(x, *parts, of_other_dtypes=(chosen, shares)):
-        return reason
-    if any(not part.is_contiguous() or part.data_ptr() % 16 for part in parts):
-        return "it takes contiguous weights that begin at multiples of 16 bytes"
-    return _refusal_here(x)
-
-
-def refusal_of_any_shape(x: Tensor, *others: Tensor, of_other_dtypes: Sequence[Tensor] = ()) -> str | None:
-    """Why kernels do not read these tensors, whatever their shapes; None when they do.
-
-    Args:
-        x: Hidden states.
-        others: Weights and biases.
-        of_other_dtypes: What need not have the dtype of `x`, and is no parameter.
-    """
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in (x, *others)}
-    plain = {(kind, torch.strided, x.dtype, x.device) for kind in (Tensor, torch.nn.Parameter)}
-    if not kinds <= plain or any(type(part) is not Tensor for part in of_other_dtypes):
-        return "it takes plain tensors of one dtype and device"
-    if any(part.device != x.device for part in of_other_dtypes):
-        return "it takes tensors of one device"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in (x, *others, *of_other_dtypes)):
-        return "it computes no gradients"
     return None
+
+
+def _refusal_of_tensors(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
+    parts = [part for part in weights[:4] if part is not None]
+    return refusal_of_operands(x, *parts, of_other_dtypes=(chosen, shares)) or refusal_of_weights(parts)
 
 
 def _refusal_here(x: Tensor) -> str | None:
@@ -225,19 +179,12 @@ def _refusal_here(x: Tensor) -> str | None:
 
 
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
-    """Why `route` does not serve these tensors; None when it does.
-
-    Args:
-        x: ``[rows, hidden]``.
-        weight: ``[experts, hidden]``.
-        bias: ``[experts]``, or None.
-        routing: How experts are chosen.
-    """
+    """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
     parts = (weight,) if bias is None else (weight, bias)
-    if reason := refusal_of_any_shape(x, *parts):
+    if reason := refusal_of_operands(x, *parts):
         return reason
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
-        return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} numbers, got {tuple(x.shape)}"
+        return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
     count = len(weight)
     if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"

@@ -10,9 +10,8 @@ launch. Each program multiplies a part of the width; the last to arrive adds all
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..pointwise.kernel import SILU, activated
+from ..pointwise.kernel import SILU, activated, follow_previous
 
 LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 
@@ -32,9 +31,7 @@ def list_pairs(
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     expert = expert_of(chosen, pair, pairs, EXPERTS)
     own = expert_of(chosen, own_pair, pairs, EXPERTS)
@@ -88,7 +85,7 @@ def products(
     out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
     order,  # as `list_pairs` writes it
     items,  # likewise
-    alpha,  # as in `forms.Gate`; not read without GATED
+    alpha,  # as in `config.Gate`; not read without GATED
     limit,
     offset,
     WIDTH: tl.constexpr,
@@ -108,9 +105,7 @@ def products(
     HALF: tl.constexpr = BLOCK_N // 2
     INNER: tl.constexpr = COLUMNS // 2
     block, item = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     expert = tl.load(items + 3 * item).to(tl.int64)
     begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
     if begin < end:
@@ -169,9 +164,7 @@ def add_up(
     row = tl.program_id(0).to(tl.int64)
     column, own = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
     pair, kept = row * PAIRS_PER_ROW + own, column < COLUMNS
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     expert = tl.load(chosen + pair, mask=own < PAIRS_PER_ROW, other=-1)
     there = (expert >= 0) & (expert < EXPERTS)
     share = tl.load(shares + pair, mask=there, other=0.0).to(tl.float32)
@@ -187,9 +180,9 @@ def open_sorted(
     bias,  # [experts, 2 * INNER]; not read without BIAS
     chosen,  # [pairs] integers, in the order of experts
     order,  # [pairs] int64: number of each pair
-    places,  # [pairs] int32: position in the order of experts of each pair, written here
+    positions,  # [pairs] int32: position in the order of experts of each pair, written here
     out,  # [pairs, INNER]
-    alpha,  # as in `forms.Gate`
+    alpha,  # as in `config.Gate`
     limit,
     offset,
     INNER: tl.constexpr,
@@ -200,7 +193,7 @@ def open_sorted(
 ):
     place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block == 0:
-        tl.store(places + tl.load(order + place), place.to(tl.int32))
+        tl.store(positions + tl.load(order + place), place.to(tl.int32))
     column = block * BLOCK_C + tl.arange(0, BLOCK_C)
     if INTERLEAVED:
         both = 2 * block * BLOCK_C + tl.arange(0, 2 * BLOCK_C)
@@ -226,7 +219,7 @@ def add_up_sorted(
     products,  # [pairs, COLUMNS], of pairs in the order of experts
     bias,  # [experts, COLUMNS]; not read without BIAS
     chosen,  # [pairs] integers
-    places,  # [pairs] int32, as `open_sorted` writes them
+    positions,  # [pairs] int32, as `open_sorted` writes them
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
     COLUMNS: tl.constexpr,
@@ -240,7 +233,7 @@ def add_up_sorted(
     total = tl.zeros((BLOCK_C,), tl.float32)
     for own in tl.static_range(PAIRS_PER_ROW):
         pair = row * PAIRS_PER_ROW + own
-        at = tl.load(places + pair).to(tl.int64) * COLUMNS + column
+        at = tl.load(positions + pair).to(tl.int64) * COLUMNS + column
         numbers = tl.load(products + at, mask=kept, other=0.0).to(tl.float32)
         if BIAS:
             of_expert = bias + tl.load(chosen + pair).to(tl.int64) * COLUMNS + column
@@ -266,9 +259,7 @@ def largest(
     PDL: tl.constexpr,
 ):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     # An element's bits, as an integer of the same order, before its column, counted from the last: no two are equal,
     # and NaN is larger than any other.
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
@@ -312,9 +303,7 @@ def route(
     own = tl.load(
         weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
     )
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     numbers = tl.load(
         x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
     )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pointwise.api import Activation
+from ..pointwise.reference import gelu
 from .config import Gate, Routing, Weights
 
 
@@ -22,12 +23,12 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
 
 
 def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
-    """What the second product takes, of ``[..., 2 * inner]`` from the first."""
+    """The input of the second product, from the first's result ``[..., 2 * inner]``."""
     gates, ups = (gate_up[..., ::2], gate_up[..., 1::2]) if weights.interleaved else gate_up.chunk(2, dim=-1)
     gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit) + gate.offset
     if gate.activation is Activation.SILU:
         return gates * torch.sigmoid(gate.alpha * gates) * ups
-    return F.gelu(gates, approximate="tanh" if gate.activation is Activation.GELU_TANH else "none") * ups
+    return gelu(gates, gate.activation) * ups
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weights: Weights) -> Tensor:

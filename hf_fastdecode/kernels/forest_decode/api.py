@@ -17,20 +17,11 @@ import triton
 from torch import Tensor
 
 from ..ahead import launch
-from ..device import compute_capability, shared_memory
+from ..device import compute_capability, power_of_two, shared_memory
 from ..failures import Kernel, launching
+from ..limits import check_numbers, check_query, check_table
 from .config import Config, SuffixConfig, choose_config, choose_merge_config, choose_suffix_config
-from .limits import (
-    check_combination,
-    check_numbers,
-    check_optional_tables,
-    check_query,
-    check_schedule,
-    check_step_tables,
-    check_table,
-    check_tokens,
-    other_dtype,
-)
+from .limits import check_combination, check_partial, check_schedule, check_step, check_tokens
 from .merge import merge_rows
 from .node_kernel import node_partials
 from .schedule import Schedule
@@ -113,51 +104,30 @@ def forest_decode(
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
         log-sum-exp ``[rows, heads, queries]``, both fp32.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented, or a window is combined with `other`,
-            divided suffixes or the Hopper kernel.
-        KernelFailedError: A kernel cannot be compiled or launched here. The step can be repeated with another
-            configuration or backend.
     """
     check_tokens(query, new_keys, new_values)
-    rows, heads, queries, head_dim = *query.shape[:3], new_keys.shape[3]
-    rest = query.shape[3] - head_dim
-    shape = (rows, heads, queries, head_dim)
-    divided = lengths.dim() > 1
-    check_step_tables(rows, nodes, suffix, slots, lengths)
-    check_optional_tables(shape, sinks, biases, origins, other)
+    rows, heads, queries, head_dim = shape = (*query.shape[:3], new_keys.shape[3])
+    kv_heads, rest, divided = new_keys.shape[1], query.shape[3] - head_dim, lengths.dim() > 1
+    check_step(shape, (nodes, suffix, slots, lengths), sinks, biases, origins, other)
     check_combination(divided=divided, soft_cap=soft_cap, window=window, biases=biases, other=other)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
-    kv_heads = new_keys.shape[1]
-    queries_per_kv_head = heads // kv_heads * queries
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window, "biases": biases}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest, latents=rest > 0)
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    lse: Tensor | None
     if into is not None:
-        out, lse = into
-        check_table("into[0]", out, shape, query.dtype if out.dtype == query.dtype else torch.float32)
-        check_table("into[1]", lse, (rows, heads, queries), torch.float32)
+        check_partial("into", into, shape, query.dtype)
+    lse: Tensor | None
+    if into is not None or return_lse:
+        out, lse = into or _partial(shape, query.device)
     else:
-        dtype = torch.float32 if return_lse else query.dtype
-        out = torch.empty(shape, dtype=dtype, device=query.device)
-        lse = torch.empty(rows, heads, queries, **fp32) if return_lse else None
-    depths = schedule.row_units.shape[0]
-    overlap_suffix = config.overlap_suffix and depths > 0
+        out, lse = torch.empty(shape, dtype=query.dtype, device=query.device), None
+    options = _options(query, schedule, config, kv_heads, head_dim, lse=lse is not None, divided=divided)
+    has_nodes, packed = options["DEPTHS"] > 0, heads // kv_heads * queries
+    overlap_suffix = config.overlap_suffix and has_nodes
     # Tensor cores need at least 16 queries; what they compute goes through memory to be merged without the padding.
-    block_p = (
-        1
-        if queries_per_kv_head == 1 and not overlap_suffix and not rest
-        else max(16, triton.next_power_of_2(queries_per_kv_head))
-    )
-    options = _options(query, schedule, config, kv_heads, head_dim, lse=lse is not None) | {"DIVIDED": divided}
-    own_out = own_lse = out
-    if overlap_suffix or (depths > 0 and block_p > 1):
-        own_out = torch.empty(shape, **fp32)
-        own_lse = torch.empty(rows, heads, queries, **fp32)
-    memory = shared_memory(query.device)
+    block_p = max(16, power_of_two(packed)) if packed > 1 or overlap_suffix or rest else 1
+    through_memory = overlap_suffix or (has_nodes and block_p > 1)
+    own = _partial(shape, query.device) if through_memory else (None, None)
     own_config = config.suffix or choose_suffix_config(
         rows,
         kv_heads,
@@ -166,58 +136,39 @@ def forest_decode(
         head_dim + rest,
         overlap_suffix=overlap_suffix,
         latents=rest > 0,
-        shared_memory=memory,
+        shared_memory=shared_memory(query.device),
     )
-    results = (out, lse if lse is not None else out)
+    tables = (suffix, slots, lengths, *_unit_tables(schedule))
+    partials = (*workspace, *own, *(other or (None, None)), out, lse)
+    strides = (*query.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3])
     with launching(Kernel.FOREST, query.device):
         launch(
             attend_suffixes,
             (rows * kv_heads,),
-            query,
-            new_keys,
-            new_values,
-            suffix,
-            slots,
-            lengths,
-            *_unit_tables(schedule),
-            *workspace,
-            own_out,
-            own_lse,
-            *(other or (out, out)),
-            *results,
-            schedule.overlap_suffix,
-            sinks if sinks is not None else out,
-            biases if biases is not None else out,
-            origins if origins is not None else slots,
-            rows,
-            kv_heads,
-            _block_m_log2(schedule),
-            origins.stride(0) if origins is not None else 0,
-            scale,
-            soft_cap or 0.0,
-            window or 0,
-            *query.stride()[:3],
-            *new_keys.stride()[:3],
-            *new_values.stride()[:3],
+            *(query, new_keys, new_values),
+            *tables,
+            *partials,
+            *(schedule.overlap_suffix, sinks, biases, origins),
+            *(rows, kv_heads, _block_m_log2(schedule), 0 if origins is None else origins.stride(0)),
+            *(scale, soft_cap or 0.0, window or 0),
+            *strides,
             REST=rest,
-            BLOCK_R=max(16, triton.next_power_of_2(rest)),
+            BLOCK_R=max(16, power_of_two(rest)),
             BLOCK_P=block_p,
             BLOCK_Q=1 if block_p == 1 else 16,
             BLOCK_N=own_config.block_n,
             STAGES=own_config.stages,
             MERGE=own_config.merge,
-            SOFT_CAP=soft_cap is not None,
-            WINDOW=window is not None,
-            DISTANCES=0 if biases is None else biases.shape[1],
             SINKS=sinks is not None,
             OTHER=other is not None,
             ORIGINS=origins is not None,
             OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
+            **_placing(soft_cap, window, biases),
             **options,
         )
         if overlap_suffix:
-            _merge(slots, schedule, workspace, (own_out, own_lse), results, options)
+            _merge(slots, schedule, workspace, own, (out, lse), options)
     return out, lse
 
 
@@ -256,51 +207,62 @@ def forest_partial(
     Returns:
         ``out`` ``[rows, heads, queries, head_dim]`` and the natural-log log-sum-exp ``[rows, heads, queries]``, both
         fp32, or with `other` ``out`` in its dtype; 0 and ``-inf`` for rows without keys.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: A kernel cannot be compiled or launched here.
     """
     rows, heads, queries, width = query.shape
-    head_dim = width - rest
+    shape = (rows, heads, queries, width - rest)
     check_query(query, kv_heads)
     check_table("nodes", nodes, (4 if rest else 3, *nodes.shape[1:2]), torch.int64)
     check_table("slots", slots, (rows,), torch.int32)
     check_schedule(schedule, config, rows)
-    check_numbers(scale, soft_cap, None)
-    dtype = torch.float32
+    check_numbers(scale, soft_cap)
     if other is not None:
-        dtype = other_dtype(other, query.dtype, (rows, heads, queries, head_dim))
-    out = torch.empty(rows, heads, queries, head_dim, dtype=dtype, device=query.device)
-    lse = torch.empty(rows, heads, queries, dtype=torch.float32, device=query.device)
+        check_partial("other", other, shape, query.dtype)
+    out, lse = _partial(shape, query.device, torch.float32 if other is None else other[0].dtype)
     if not schedule.piece_count or not rows:
         return other or (out.zero_(), lse.fill_(-torch.inf))
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     workspace = attend_nodes(query, nodes, slots, schedule, config, kv_heads, **scores, rest=rest)
     with launching(Kernel.FOREST, query.device):
-        options = _options(query, schedule, config, kv_heads, head_dim, lse=True) | {"DIVIDED": False}
-        _merge(slots, schedule, workspace, other, (out, lse), options, other=other is not None)
+        options = _options(query, schedule, config, kv_heads, width - rest, lse=True, divided=False)
+        _merge(slots, schedule, workspace, other or (None, None), (out, lse), options, other=other is not None)
     return out, lse
 
 
-def _options(
-    query: Tensor, schedule: Schedule, config: Config, kv_heads: int, head_dim: int, *, lse: bool
-) -> dict[str, Any]:
-    """Compile-time arguments and launch options that the kernels after `attend_nodes` share."""
+def _partial(
+    shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Memory for ``out`` of this shape, and for its log-sum-exp."""
+    lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+    return torch.empty(shape, dtype=dtype, device=device), lse
+
+
+def _placing(soft_cap: float | None, window: int | None, biases: Tensor | None) -> dict[str, int]:
+    """Compile-time arguments by which scores are capped, hidden and biased."""
+    distances = 0 if biases is None else biases.shape[1]
+    return {"SOFT_CAP": soft_cap is not None, "WINDOW": window is not None, "DISTANCES": distances}
+
+
+def _common(query: Tensor, schedule: Schedule, config: Config, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """Compile-time arguments and launch options of all kernels of a step.
+
+    With programmatic dependent launch (PDL) they start before the previous kernel ends.
+    """
     _, heads, queries, _ = query.shape
-    group, overlap = heads // kv_heads, overlaps(query, schedule, config)
-    options: dict[str, Any] = {
-        "GROUP": group,
-        "QUERIES": queries,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "TILE": triton.next_power_of_2(group * queries),
-        "DEPTHS": schedule.row_units.shape[0],
-        "LSE": lse,
-        "PDL": overlap,
-        "enable_fp_fusion": True,  # as in `attend_nodes`
-    }
+    overlap = config.overlap and schedule.piece_count > 0 and query.is_cuda
+    overlap = overlap and compute_capability(query.device) >= (9, 0)
+    options: dict[str, Any] = {"GROUP": heads // kv_heads, "QUERIES": queries, "HEAD_DIM": head_dim, "PDL": overlap}
+    options["enable_fp_fusion"] = True  # Triton 3.9 warns about the default, which 3.10 changes
     return options | ({"launch_pdl": True} if overlap else {})
+
+
+def _options(
+    query: Tensor, schedule: Schedule, config: Config, kv_heads: int, head_dim: int, *, lse: bool, divided: bool
+) -> dict[str, Any]:
+    """Compile-time arguments and launch options of the kernels after `attend_nodes`."""
+    options = _common(query, schedule, config, kv_heads, head_dim)
+    tile, depths = power_of_two(options["GROUP"] * options["QUERIES"]), schedule.row_units.shape[0]
+    sizes = {"BLOCK_D": max(16, power_of_two(head_dim)), "TILE": tile, "DEPTHS": depths}
+    return options | sizes | {"LSE": lse, "DIVIDED": divided}
 
 
 def _unit_tables(schedule: Schedule) -> tuple[Tensor, ...]:
@@ -316,8 +278,8 @@ def _merge(
     slots: Tensor,
     schedule: Schedule,
     workspace: NodeWorkspace,
-    own: tuple[Tensor, Tensor] | None,
-    results: tuple[Tensor, Tensor],
+    own: tuple[Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor | None],
     options: dict[str, Any],
     *,
     other: bool = False,
@@ -326,24 +288,20 @@ def _merge(
 
     With `other`, what is given as `own` is a partial of other code, whose log-sum-exp is a natural logarithm.
     """
-    out = results[0]
-    rows, heads, queries, head_dim = out.shape
+    rows, heads, _, head_dim = results[0].shape
     kv_heads = heads // options["GROUP"]
-    merging = choose_merge_config(options["GROUP"] * queries, head_dim)
+    merging = choose_merge_config(options["GROUP"] * options["QUERIES"], head_dim)
     launch(
         merge_rows,
         (triton.cdiv(rows, merging.rows) * kv_heads,),
         slots,
         *_unit_tables(schedule),
         *workspace,
-        *(own or results),
+        *own,
         *results,
-        schedule.overlap_suffix,
-        rows,
-        kv_heads,
-        _block_m_log2(schedule),
+        *(schedule.overlap_suffix, rows, kv_heads, _block_m_log2(schedule)),
         ROWS=merging.rows,
-        OWN=own is not None,
+        OWN=own[0] is not None,
         OTHER=other,
         MERGE=merging.merge,
         num_warps=merging.warps,
@@ -388,22 +346,10 @@ def all_memory(dtype: torch.dtype, block_n: int, head_dim: int, plane: int) -> T
 
 
 class NodeWorkspace(NamedTuple):
-    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces.
+    """Partials of the pieces of a schedule, in base 2; `Schedule.unit_slots` maps units to pieces."""
 
-    Attributes:
-        out: ``[pieces, block_m, head_dim]`` fp32.
-        lse: ``[pieces, block_m]`` fp32, in base 2.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-
-def overlaps(query: Tensor, schedule: Schedule, config: Config) -> bool:
-    """Whether kernels of a step start before the previous one ends (programmatic dependent launch, PDL)."""
-    if not (config.overlap and schedule.piece_count > 0 and query.is_cuda):
-        return False
-    return compute_capability(query.device) >= (9, 0)
+    out: Tensor  # ``[pieces, block_m, head_dim]`` fp32
+    lse: Tensor  # ``[pieces, block_m]`` fp32, in base 2
 
 
 def attend_nodes(
@@ -425,65 +371,37 @@ def attend_nodes(
 
     With `rest`, the last elements of keys are stored separately: those of latents as values, else of all KV heads at
     the fourth address of each node.
-
-    Raises:
-        ValueError: A window, or biases by distance, are combined with the Hopper kernel or chains.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     placed = window is not None or biases is not None
     if placed and config.hopper:
         raise ValueError("the Hopper kernel takes no window; choose_config(..., windowed=True) leaves it out")
     if config.chain > 1 and (config.hopper or placed):
         raise ValueError(f"chains of {config.chain} nodes need the portable kernel and no window")
-    heads, queries, width = query.shape[1:]
-    head_dim = width - rest
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
-    workspace = NodeWorkspace(
-        torch.empty(schedule.piece_count, schedule.block_m, head_dim, **fp32),
-        torch.empty(schedule.piece_count, schedule.block_m, **fp32),
-    )
+    head_dim, device = query.shape[-1] - rest, query.device
+    workspace = NodeWorkspace(*_partial((schedule.piece_count, schedule.block_m, head_dim), device))
     if not schedule.piece_count:
         return workspace
-    overlap = overlaps(query, schedule, config)
     tensors = (query, nodes, schedule.pieces, *workspace)
     strides = query.stride()[:3]
-    options: dict[str, Any] = {
-        "GROUP": heads // kv_heads,
-        "QUERIES": queries,
-        "HEAD_DIM": head_dim,
-        "BLOCK_M": schedule.block_m,
-        "BLOCK_N": schedule.block_n,
-        "SOFT_CAP": soft_cap is not None,
-        "STAGES": config.stages,
-        "PDL": overlap,
-        "enable_fp_fusion": True,  # Triton 3.9 warns about the default, which 3.10 changes
-    }
-    if overlap:
-        options["launch_pdl"] = True
+    options = _common(query, schedule, config, kv_heads, head_dim)
+    options |= {"BLOCK_M": schedule.block_m, "BLOCK_N": schedule.block_n, "STAGES": config.stages}
     if not config.hopper:
-        with launching(Kernel.FOREST, query.device):
+        with launching(Kernel.FOREST, device):
             launch(
                 node_partials,
                 (schedule.programs,),
                 *tensors,
-                schedule.chains,
-                schedule.contexts,
-                lengths,
-                biases if biases is not None else lengths,
-                nodes.shape[1],
-                scale,
-                soft_cap or 0.0,
-                window or 0,
+                *(schedule.chains, schedule.contexts, lengths, biases, nodes.shape[1]),
+                *(scale, soft_cap or 0.0, window or 0),
                 *strides,
-                **options,
-                BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+                BLOCK_D=max(16, power_of_two(head_dim)),
                 REST=rest,
-                BLOCK_R=max(16, triton.next_power_of_2(rest)),
+                BLOCK_R=max(16, power_of_two(rest)),
                 LATENTS=latents,
-                WINDOW=window is not None,
-                DISTANCES=0 if biases is None else biases.shape[1],
                 CHAIN=config.chain,
                 num_warps=config.warps,
+                **_placing(soft_cap, window, biases),
+                **options,
             )
         return workspace
 
@@ -500,11 +418,11 @@ def attend_nodes(
         triton.set_allocator(scratch)
         numbers = (nodes.shape[1], kv_heads, scale, soft_cap or 0.0)
         memory = all_memory(query.dtype, schedule.block_n, head_dim, PLANE)
-        options.update(PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
+        options.update(SOFT_CAP=soft_cap is not None, PLANE=PLANE, ADDRESS_BITS=ADDRESS_BITS)
         launch(
             hopper_node_partials, (schedule.programs,), *tensors, memory, *numbers, *strides, **options, num_warps=4
         )
 
-    with launching(Kernel.HOPPER, query.device):
+    with launching(Kernel.HOPPER, device):
         copy_context().run(launch_hopper)  # keeps Triton's allocator as it was outside
     return workspace

@@ -7,56 +7,38 @@ from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import torch
-import triton
 
-from ..device import compute_capability, interpreted
+from ..device import compute_capability, fitted, interpreted, power_of_two
 from ..failures import Kernel, failure
 
 
 @dataclass(frozen=True)
 class SuffixConfig:
-    """Launch parameters of `attend_suffixes`.
+    """Launch parameters of `attend_suffixes`."""
 
-    Attributes:
-        block_n: Tokens per key tile.
-        warps: Warps per program.
-        stages: Key tiles in flight.
-        merge: Partials of a query loaded at once.
-    """
-
-    block_n: int = 16
-    warps: int = 1
-    stages: int = 2
-    merge: int = 4
+    block_n: int = 16  # tokens per key tile
+    warps: int = 1  # warps per program
+    stages: int = 2  # key tiles in flight
+    merge: int = 4  # partials of a query loaded at once
 
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters of a decode step.
+    """Launch parameters of a decode step."""
 
-    Attributes:
-        block_m: Packed queries per query tile of a node, 16 to 128.
-        block_n: Keys per key tile of a node.
-        warps: Warps per program of `node_partials`.
-        stages: Key tiles in flight in the node kernel.
-        per_sm: Programs of the node kernel per multiprocessor.
-        overlap: Use programmatic dependent launch (PDL), from compute capability 9.0 on.
-        hopper: Use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window.
-        suffix: Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None.
-        chain: Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone.
-        overlap_suffix: Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node
-            kernel, and merge in a third launch.
-    """
-
-    block_m: int
-    block_n: int = 64
-    warps: int = 4
-    stages: int = 3
-    per_sm: int = 1
-    overlap: bool = True
-    hopper: bool = False
+    block_m: int  # packed queries per query tile of a node, 16 to 128
+    block_n: int = 64  # keys per key tile of a node
+    warps: int = 4  # warps per program of `node_partials`
+    stages: int = 3  # key tiles in flight in the node kernel
+    per_sm: int = 1  # programs of the node kernel per multiprocessor
+    overlap: bool = True  # use programmatic dependent launch (PDL), from compute capability 9.0 on
+    hopper: bool = False  # use `hopper_node_partials`; needs compute capability 9.0, `block_m` 128 and no window
+    # Launch parameters of the suffix kernel; chosen at the launch, by its shape, when None
     suffix: SuffixConfig | None = None
+    # Where a schedule leaves multiprocessors free, run the suffix kernel on them beside the node kernel, and merge in
+    # a third launch
     overlap_suffix: bool = False
+    # Most nodes that a query tile reads as one, see `attention.launch.plan`; the portable kernel's alone
     chain: int = 1
 
 
@@ -115,88 +97,71 @@ def choose_config(
         return _config_of_latents(packed, head_dim, overlap=overlap, shared_memory=shared_memory)
     if rest:
         return _config_with_rest(packed, head_dim, rest, overlap=overlap, shared_memory=shared_memory)
-    measured = (
-        1 < queries_per_kv_head <= 8 and head_dim == 128
-    )  # shapes for which suffix parameters at long contexts were measured
+    # Shapes for which suffix parameters at long contexts were measured.
+    measured = 1 < queries_per_kv_head <= 8 and head_dim == 128
     wide = packed > 64 and head_dim in (64, 128) and not windowed and not own_dominate
     keys = 0 if windowed else keys  # how many keys a window keeps is unknown, and mostly few
     if overlap and wide and _hopper_kernel_runs(device):
         suffixes = rows * kv_heads
         # Suffixes of one query have no matrix products and need all multiprocessors to reach the memory bandwidth.
         overlap_suffix = queries_per_kv_head > 1 and suffixes >= _MIN_OVERLAPPED_SUFFIXES
-        waiting = 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE
-        return Config(
-            128,
-            block_n=128,
-            stages=2,
-            hopper=True,
-            suffix=_WAITING if waiting else None,
-            overlap_suffix=overlap_suffix,
-        )
-    most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
-    block_m = min(most, max(16, triton.next_power_of_2(packed)))
-    config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
+        waiting = _WAITING if 64 < suffixes <= 128 and measured and keys >= _LONG_FOR_WIDE else None
+        return Config(128, block_n=128, stages=2, hopper=True, suffix=waiting, overlap_suffix=overlap_suffix)
     if own_dominate:
         config = Config(16, overlap=overlap, per_sm=2)
-    elif packed == 1:  # measured so, at contexts from 8K on
-        config = replace(config, per_sm=2)
-    elif block_m == 64:
-        config = replace(config, block_n=128)
-    elif block_m < 64 and kv_heads >= _MANY_HEADS:
+    else:
+        config = _portable_config(packed, head_dim, kv_heads, keys, shared_memory, overlap=overlap, measured=measured)
+    taken = partial(_shared_bytes, head_dim=head_dim, biased=biased)
+    # Fewer stages of 128 keys are slower. Few queries: with biases, of large heads on small devices.
+    limits = ("block_n", 64), ("stages", 2), ("block_n", 32), ("block_m", 16)
+    return fitted(config, taken, shared_memory, *limits)
+
+
+def _portable_config(
+    packed: int, head_dim: int, kv_heads: int, keys: int, shared_memory: int, *, overlap: bool, measured: bool
+) -> Config:
+    most = 64 if head_dim > 128 else 128  # the accumulator fills the registers
+    block_m = min(most, max(16, power_of_two(packed)))
+    config = Config(block_m, overlap=overlap, warps=8 if block_m == most else 4)
+    if packed == 1:  # measured so, at contexts from 8K on
+        return replace(config, per_sm=2)
+    if block_m == 64:
+        return replace(config, block_n=128)
+    if block_m < 64 and kv_heads >= _MANY_HEADS:
         larger = replace(config, block_n=128)  # too large for suffix programs to fit beside the nodes'
         pays = (block_m == 32 or keys >= _LONG) and _shared_bytes(larger, head_dim) <= shared_memory
-        config = larger if pays else replace(config, stages=4)
-    elif block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _LONG and measured and overlap:
+        return larger if pays else replace(config, stages=4)
+    if block_m == 32 and kv_heads >= _SOME_HEADS and keys >= _LONG and measured and overlap:
         # With less memory, two programs would share some multiprocessors, and leave others idle.
         deeper = replace(config, stages=5, suffix=_BESIDE)
         held = replace(deeper, stages=deeper.stages - 1)  # tiles in memory while one more is computed with
         if _shared_bytes(held, head_dim) + _suffix_bytes(_BESIDE, head_dim) <= shared_memory:
-            config = deeper
-    taken = partial(_shared_bytes, head_dim=head_dim, biased=biased)
-    if taken(config) > shared_memory and config.block_n == 128:  # fewer stages of 128 keys are slower
-        config = replace(config, block_n=64)
-    while taken(config) > shared_memory and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    while taken(config) > shared_memory and config.block_n > 32:
-        config = replace(config, block_n=config.block_n // 2)
-    while taken(config) > shared_memory and config.block_m > 16:  # with biases, of large heads on small devices
-        config = replace(config, block_m=config.block_m // 2)
+            return deeper
     return config
 
 
 def _config_of_latents(packed: int, head_dim: int, *, overlap: bool, shared_memory: int) -> Config:
-    """As measured on an H200 for latents of 512 + 64 numbers: of few queries, several narrow tiles read the keys."""
-    if packed <= 64:
-        config = Config(16, block_n=64, warps=4, stages=2, overlap=overlap)
-    else:  # the accumulator fills the registers
-        config = Config(64, block_n=64, warps=8, stages=2, overlap=overlap)
-    while 2 * head_dim * (config.block_m + config.stages * config.block_n) > shared_memory:
-        if config.block_n > 32:
-            config = replace(config, block_n=config.block_n // 2)
-        elif config.block_m > 16:
-            config = replace(config, block_m=config.block_m // 2, warps=4)
-        else:
-            break
-    return config
+    """As measured on an H200 for latents of 512 + 64 elements: of few queries, several narrow tiles read the keys."""
+    config = Config(16 if packed <= 64 else 64, stages=2, overlap=overlap)
+
+    def taken(config: Config) -> int:
+        return 2 * head_dim * (config.block_m + config.stages * config.block_n)
+
+    config = fitted(config, taken, shared_memory, ("block_n", 32), ("block_m", 16))
+    return replace(config, warps=8) if config.block_m == 64 else config  # whose accumulator fills the registers
 
 
 def _config_with_rest(packed: int, head_dim: int, rest: int, *, overlap: bool, shared_memory: int) -> Config:
-    """As measured on an H200 for 128 + 64 numbers: 64 queries, of which half are padding, are faster than 32."""
+    """As measured on an H200 for 128 + 64 elements: 64 queries, of which half are padding, are faster than 32."""
     wide = packed > 64 and head_dim <= 128  # else the accumulator fills the registers
     config = Config(128 if wide else 64, warps=8 if wide or head_dim > 128 else 4, overlap=overlap)
-    width, more = triton.next_power_of_2(head_dim), triton.next_power_of_2(rest)
+    width, more = power_of_two(head_dim), power_of_two(rest)
 
-    def held(config: Config) -> int:
+    def taken(config: Config) -> int:
         keys = config.stages * config.block_n
         return 2 * (width * (config.block_m + 2 * keys) + more * (config.block_m + keys))
 
-    while held(config) > shared_memory and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    while held(config) > shared_memory and config.block_n > 32:
-        config = replace(config, block_n=config.block_n // 2)
-    while held(config) > shared_memory and config.block_m > 16:
-        config = replace(config, block_m=config.block_m // 2)
-    return config
+    return fitted(config, taken, shared_memory, ("stages", 2), ("block_n", 32), ("block_m", 16))
 
 
 def _shared_bytes(config: Config, head_dim: int, *, biased: bool = False) -> int:
@@ -205,7 +170,7 @@ def _shared_bytes(config: Config, head_dim: int, *, biased: bool = False) -> int
     Biases are loaded in fp32, one for each pair of query and key.
     """
     biases = 4 * (config.stages - 1) * config.block_m * config.block_n if biased else 0
-    return 2 * triton.next_power_of_2(head_dim) * (config.block_m + 2 * config.stages * config.block_n) + biases
+    return 2 * power_of_two(head_dim) * (config.block_m + 2 * config.stages * config.block_n) + biases
 
 
 _SCRATCH = 16 * 1024  # bytes of shared memory by which threads of `attend_suffixes` exchange data, at least
@@ -216,7 +181,7 @@ def _suffix_bytes(config: SuffixConfig, head_dim: int, queries_per_kv_head: int 
 
     Threads exchange the packed queries in 16 bits, and 16 of them at a time in fp32.
     """
-    width, packed = triton.next_power_of_2(head_dim), triton.next_power_of_2(queries_per_kv_head)
+    width, packed = power_of_two(head_dim), power_of_two(queries_per_kv_head)
     return 4 * width * config.block_n * config.stages + max(_SCRATCH, width * (2 * packed + 4 * 16))
 
 
@@ -258,43 +223,33 @@ def choose_suffix_config(
     """
     programs, queries_per_kv_head = rows * kv_heads, group * queries
     if latents:
-        tile = triton.next_power_of_2(queries_per_kv_head)
-        room = shared_memory // (2 * head_dim) - max(16, tile)  # for tokens, beside queries
-        return SuffixConfig(32 if room >= 2 * 32 + 16 else 16, warps=8, stages=2, merge=2)
+        tile = power_of_two(queries_per_kv_head)
+        capacity = shared_memory // (2 * head_dim) - max(16, tile)  # for tokens, beside queries
+        return SuffixConfig(32 if capacity >= 2 * 32 + 16 else 16, warps=8, stages=2, merge=2)
     if overlap_suffix:  # on few multiprocessors, any number of programs is many
         programs = max(programs, _QUERIES[-2][0] + 1)
     if queries_per_kv_head == 1:
         config = next(config for most, config in _ONE_QUERY if programs <= most)
-        held = 4096 * config.warps // triton.next_power_of_2(head_dim)  # more tokens would not fit in the registers
+        held = 4096 * config.warps // power_of_two(head_dim)  # more tokens would not fit in the registers
         config = replace(config, block_n=max(16, min(config.block_n, held)))
     else:
         config = next(config for most, config in _QUERIES if programs <= most)
     if kv_heads == 1 and programs <= 64:  # every program of the node kernel writes a partial of the same queries
         config = replace(config, merge=32)
     # A thread holds at most 64 elements of the accumulator, and 128 of partials loaded at once.
-    wide = triton.next_power_of_2(queries_per_kv_head) * triton.next_power_of_2(head_dim)
+    wide = power_of_two(queries_per_kv_head) * power_of_two(head_dim)
     warps = min(8, max(config.warps, wide // 2048))
     config = replace(config, warps=warps, merge=max(1, min(config.merge, 4096 * warps // wide)))
     taken = partial(_suffix_bytes, head_dim=head_dim, queries_per_kv_head=queries_per_kv_head)
-    while config.block_n > 16 and taken(config) > shared_memory:
-        config = replace(config, block_n=config.block_n // 2)
-    while config.stages > 1 and taken(config) > shared_memory:
-        config = replace(config, stages=config.stages - 1)
-    return config
+    return fitted(config, taken, shared_memory, ("block_n", 16), ("stages", 1))
 
 
 class MergeConfig(NamedTuple):
-    """Launch parameters of `merge_rows`.
+    """Launch parameters of `merge_rows`."""
 
-    Attributes:
-        rows: Rows per program.
-        warps: Warps per program.
-        merge: Partials of a query loaded at once.
-    """
-
-    rows: int
-    warps: int
-    merge: int
+    rows: int  # rows per program
+    warps: int  # warps per program
+    merge: int  # partials of a query loaded at once
 
 
 def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
@@ -303,7 +258,7 @@ def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
     A program merges 16 packed queries, or one row's if those are more. A thread holds at most 64 elements of the
     accumulator, and 64 of partials loaded at once.
     """
-    tile, width = triton.next_power_of_2(queries_per_kv_head), triton.next_power_of_2(head_dim)
+    tile, width = power_of_two(queries_per_kv_head), power_of_two(head_dim)
     rows = max(1, 16 // tile)
     numbers = rows * tile * width
     warps = min(8, max(4, numbers // 2048))

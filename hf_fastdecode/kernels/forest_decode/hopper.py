@@ -36,9 +36,7 @@ def _mask_last_tile(scores, columns, tile, length, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _consume(
     tensors,
-    q_memory,
-    keys,
-    values,
+    rings,
     numbers,
     WARPGROUP: gl.constexpr,  # index of the 64 packed queries in the tile
     GROUP: gl.constexpr,
@@ -53,8 +51,9 @@ def _consume(
     """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
     scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
-    k_ring, k_full, k_free = keys
-    v_ring, v_full, v_free = values
+    q_memory = rings[0].index(WARPGROUP)
+    k_ring, k_full, k_free = rings[1]
+    v_ring, v_full, v_free = rings[2]
     element: gl.constexpr = query.dtype.element_ty
     queries_per_kv_head: gl.constexpr = GROUP * QUERIES
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -218,63 +217,19 @@ def hopper_node_partials(
     keys = (k_ring, k_full, k_free)
     values = (v_ring, v_full, v_free)
     numbers = (scale, soft_cap, query_row_stride, query_head_stride, query_stride)
+    rings = (q_memory, keys, values)
+    sizes = (node_capacity, kv_heads)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (
-                    tensors,
-                    q_memory.index(0),
-                    keys,
-                    values,
-                    numbers,
-                    0,
-                    GROUP,
-                    QUERIES,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    SOFT_CAP,
-                    PDL,
-                ),
+                (tensors, rings, numbers, 0, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
             (
                 _consume,
-                (
-                    tensors,
-                    q_memory.index(1),
-                    keys,
-                    values,
-                    numbers,
-                    1,
-                    GROUP,
-                    QUERIES,
-                    HEAD_DIM,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    SOFT_CAP,
-                    PDL,
-                ),
+                (tensors, rings, numbers, 1, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
-            (
-                produce,
-                (
-                    tensors,
-                    nodes,
-                    memory,
-                    keys,
-                    values,
-                    node_capacity,
-                    kv_heads,
-                    BLOCK_N,
-                    HEAD_DIM,
-                    STAGES,
-                    PLANE,
-                    ADDRESS_BITS,
-                ),
-            ),
+            (produce, (tensors, nodes, memory, (keys, values), sizes, BLOCK_N, HEAD_DIM, STAGES, PLANE, ADDRESS_BITS)),
         ],
         [4, 1],
         [240, 24],
@@ -313,10 +268,8 @@ def produce(
     tensors,
     nodes,
     memory,
-    keys,
-    values,
-    node_capacity,
-    kv_heads,
+    rings,
+    sizes,
     BLOCK_N: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     STAGES: gl.constexpr,
@@ -325,6 +278,8 @@ def produce(
 ):
     """Producer warp: runs ahead of the consumers by up to `STAGES` tiles."""
     pieces = tensors[1]
+    keys, values = rings
+    node_capacity, kv_heads = sizes
     element: gl.constexpr = tensors[0].dtype.element_ty
     box: gl.constexpr = gl.NVMMASharedLayout(keys[0].index(0).layout.swizzle_byte_width, 16, rank=3)
     piece = gl.program_id(0)
@@ -369,7 +324,7 @@ def produce(
                     _load_when_free(values, memory, v_plane, v_from + begin, count, BLOCK_N, HEAD_DIM, STAGES)
                     count += 1
             else:
-                # These pieces' descriptors share one place in memory: wait for all copies in flight, since `count`
+                # These pieces' descriptors share one address in memory: wait for all copies in flight, since `count`
                 # does not tell which of them read it.
                 for back in gl.static_range(1, STAGES + 1):
                     past = count - back

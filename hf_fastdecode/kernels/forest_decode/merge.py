@@ -12,6 +12,8 @@ from ..ahead import launch
 from ..failures import Kernel, launching
 from .node_kernel import LN2, LOG2E, LOWEST
 
+UNIT_TABLES = ("row_units", "row_offsets", "row_tiles", "unit_slots")
+
 
 @triton.jit
 def locate_pieces(row, head, within, valid_query, depth, tables):
@@ -66,11 +68,8 @@ def merge_depths(
     located,  # from `locate_depths`
     queries,  # with SCALAR, how far each query is after the located one in its tile; else 0
     block_m_log2,
-    partial_out,
-    partial_lse,
-    row_max,
-    row_sum,
-    acc,
+    partials,  # their outs and log-sum-exps
+    state,  # row max, row sum and accumulator
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MERGE: tl.constexpr,
@@ -84,6 +83,8 @@ def merge_depths(
     location, Triton 3.6 and 3.7 do not compile every form of the one loop.
     """
     firsts, ends, rows_in_tile = located
+    partial_out, partial_lse = partials
+    row_max, row_sum, acc = state
     TOGETHER: tl.constexpr = DEPTHS if SCALAR else 1
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
@@ -120,9 +121,7 @@ def locate_rows(slots, rows, kv_heads, queries_per_kv_head: tl.constexpr, TILE: 
 
 @triton.jit(
     do_not_specialize=["rows", "block_m_log2"],
-    do_not_specialize_on_alignment=[
-        *("slots", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
-    ],
+    do_not_specialize_on_alignment=["slots", *UNIT_TABLES, "overlap_suffix"],
 )
 def merge_rows(
     slots,  # arguments as in `attend_suffixes`, which wrote own_out and own_lse; without OWN, these are not read
@@ -184,20 +183,9 @@ def merge_rows(
         row_max = tl.full([ROWS * TILE], LOWEST, tl.float32)
         row_sum = tl.zeros([ROWS * TILE], tl.float32)
         acc = tl.zeros([ROWS * TILE, BLOCK_D], tl.float32)
+    partials, state = (partial_out, partial_lse), (row_max, row_sum, acc)
     row_max, row_sum, acc = merge_depths(
-        located,
-        0,
-        block_m_log2,
-        partial_out,
-        partial_lse,
-        row_max,
-        row_sum,
-        acc,
-        HEAD_DIM,
-        BLOCK_D,
-        MERGE,
-        DEPTHS,
-        False,
+        located, 0, block_m_log2, partials, state, HEAD_DIM, BLOCK_D, MERGE, DEPTHS, False
     )
     if OWN and (DIVIDED or OTHER):
         seen = active & (row_sum > 0)

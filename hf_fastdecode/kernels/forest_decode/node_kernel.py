@@ -85,6 +85,26 @@ def prefetch(addresses, wanted):
 
 
 @triton.jit
+def load_piece(pieces, index):
+    """Columns `schedule.PIECE` of a piece: all but the addresses, so that few loads depend on each other."""
+    row = pieces + index * 16
+    node, head, tile = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    first, last, length = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
+    row_start, row_count, slot = tl.load(row + 6), tl.load(row + 7), tl.load(row + 8)
+    return node, head, tile, first, last, length, row_start, row_count, slot, tl.load(row + 9), tl.load(row + 10)
+
+
+@triton.jit
+def load_node(nodes, node, capacity, valid, SEPARATE: tl.constexpr):
+    """Addresses of a node's keys and values, stride of its KV heads, and with SEPARATE the other elements' address."""
+    keys = tl.load(nodes + node, mask=valid, other=0)
+    values = tl.load(nodes + capacity + node, mask=valid, other=0)
+    stride = tl.load(nodes + 2 * capacity + node, mask=valid, other=0)
+    rest = tl.load(nodes + 3 * capacity + node, mask=valid, other=0) if SEPARATE else values
+    return keys, values, stride, rest
+
+
+@triton.jit
 def chain_rows(
     chain, nodes, node_capacity, head, token, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, CHAIN: tl.constexpr
 ):
@@ -158,33 +178,13 @@ def node_partials(
     # Most first pieces are of node 0: load its addresses without waiting for the piece.
     loaded_node = 0
     has_nodes = node_capacity > 0  # the table may be empty
-    key_address = tl.load(nodes, mask=has_nodes, other=0)
-    value_address = tl.load(nodes + node_capacity, mask=has_nodes, other=0)
-    stride = tl.load(nodes + 2 * node_capacity, mask=has_nodes, other=0)
     SEPARATE: tl.constexpr = REST > 0 and not LATENTS
-    rest_address = value_address
-    if SEPARATE:
-        rest_address = tl.load(nodes + 3 * node_capacity, mask=has_nodes, other=0)
-    # A piece's row holds all but the addresses, so that few loads depend on each other.
-    piece_row = pieces + tl.program_id(0) * 16
-    node = tl.load(piece_row)
-    head = tl.load(piece_row + 1)
-    tile = tl.load(piece_row + 2)
-    first = tl.load(piece_row + 3)
-    last = tl.load(piece_row + 4)
-    length = tl.load(piece_row + 5)
-    row_start = tl.load(piece_row + 6)
-    row_count = tl.load(piece_row + 7)
-    slot = tl.load(piece_row + 8)
-    following = tl.load(piece_row + 9)
-    position = tl.load(piece_row + 10)
+    key_address, value_address, stride, rest_address = load_node(nodes, 0, node_capacity, has_nodes, SEPARATE)
+    piece = load_piece(pieces, tl.program_id(0))
+    node, head, tile, first, last, length, row_start, row_count, slot, following, position = piece
     if CHAIN == 1 and node > 0:
         loaded_node = node
-        key_address = tl.load(nodes + node)
-        value_address = tl.load(nodes + node_capacity + node)
-        stride = tl.load(nodes + 2 * node_capacity + node)
-        if SEPARATE:
-            rest_address = tl.load(nodes + 3 * node_capacity + node)
+        key_address, value_address, stride, rest_address = load_node(nodes, node, node_capacity, True, SEPARATE)
     if PDL and not WINDOW and node >= 0:
         # Prefetch the first tile before the kernel that this one overlaps ends, which does not write nodes.
         if CHAIN > 1:
@@ -207,11 +207,7 @@ def node_partials(
     while node >= 0:
         if CHAIN == 1 and node != loaded_node:
             loaded_node = node
-            key_address = tl.load(nodes + node)
-            value_address = tl.load(nodes + node_capacity + node)
-            stride = tl.load(nodes + 2 * node_capacity + node)
-            if SEPARATE:
-                rest_address = tl.load(nodes + 3 * node_capacity + node)
+            key_address, value_address, stride, rest_address = load_node(nodes, node, node_capacity, True, SEPARATE)
         keys = aligned(key_address + head * stride * size, element)
         values = aligned(value_address + head * stride * size, element)
         rests = aligned(rest_address, element) if SEPARATE else values
@@ -314,15 +310,7 @@ def node_partials(
         kept = in_tile[:, None] & in_dim[None, :]
         tl.store(partial_out + at_row[:, None] * HEAD_DIM + dims[None, :], result, mask=kept)
 
-        piece_row = pieces + tl.maximum(following, 0) * 16
-        node = tl.where(following >= 0, tl.load(piece_row), -1)
-        head = tl.load(piece_row + 1)
-        tile = tl.load(piece_row + 2)
-        first = tl.load(piece_row + 3)
-        last = tl.load(piece_row + 4)
-        length = tl.load(piece_row + 5)
-        row_start = tl.load(piece_row + 6)
-        row_count = tl.load(piece_row + 7)
-        slot = tl.load(piece_row + 8)
-        following = tl.load(piece_row + 9)
-        position = tl.load(piece_row + 10)
+        more = following >= 0
+        piece = load_piece(pieces, tl.maximum(following, 0))
+        node, head, tile, first, last, length, row_start, row_count, slot, following, position = piece
+        node = tl.where(more, node, -1)

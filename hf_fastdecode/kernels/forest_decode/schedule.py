@@ -26,17 +26,14 @@ from torch import Tensor
 
 
 class NodeShape(NamedTuple):
-    """Depth, rows and length of a node, which decide the schedule.
-
-    Attributes:
-        links: When the node is read in a chain with nodes above it: index in the address tables and tokens of each,
-            from the top; their tokens are `length`. Else it has the index that it has among the nodes.
-    """
+    """Depth, rows and length of a node, which decide the schedule."""
 
     depth: int
     row_start: int
     row_count: int
     length: int
+    # When the node is read in a chain with nodes above it: index in the address tables and tokens of each, from the
+    # top; their tokens are `length`. Else it has the index that it has among the nodes.
     links: tuple[tuple[int, int], ...] = ()
 
 
@@ -57,17 +54,11 @@ PIECE = (
 
 
 class Capacity(NamedTuple):
-    """Minimum sizes of a schedule's tables, so that other schedules fit in a captured graph.
+    """Minimum sizes of a schedule's tables, so that other schedules fit in a captured graph."""
 
-    Attributes:
-        depths: Levels of nodes.
-        nodes: Nodes in the address tables.
-        units: Query tiles of nodes, over all KV heads.
-    """
-
-    depths: int = 0
-    nodes: int = 0
-    units: int = 0
+    depths: int = 0  # levels of nodes
+    nodes: int = 0  # nodes in the address tables
+    units: int = 0  # query tiles of nodes, over all KV heads
 
     def holds(self, other: Capacity) -> bool:
         """Whether tables of this size hold what needs `other`."""
@@ -165,10 +156,10 @@ def make_schedule(
 
     work = _divide(nodes, kv_heads, queries, block_m, block_n, programs)
     count, total = len(work.unit), len(unit_node)
-    launched, room, unit_room = int(work.program.max(initial=-1)) + 1, count, total + 1
+    launched, piece_capacity, unit_capacity = int(work.program.max(initial=-1)) + 1, count, total + 1
     if capacity is not None:
         launched = programs if grid is None else grid
-        room, unit_room = launched + capacity.units, capacity.units + 1
+        piece_capacity, unit_capacity = launched + capacity.units, capacity.units + 1
         if capacity.units < total:
             raise ValueError(f"{total} units do not fit a capacity of {capacity.units}")
     # Slots are in the order of units; rows are permuted so that program i finds its first piece at row i.
@@ -178,7 +169,7 @@ def make_schedule(
     row_of_slot[run] = np.where(starts, work.program[run], launched + np.cumsum(~starts) - 1)
     following = np.full(count, -1, dtype=np.int64)
     following[run[:-1]] = np.where(starts[1:], -1, row_of_slot[run[1:]])
-    pieces = np.full((max(room, launched), 16), -1, dtype=np.int64)
+    pieces = np.full((max(piece_capacity, launched), 16), -1, dtype=np.int64)
     if count:
         node = unit_node[work.unit]
         tiles = query_tiles[node]
@@ -203,7 +194,7 @@ def make_schedule(
         chains[index, : len(links), 0] = [node for node, _ in links]
         chains[index, : len(links), 1] = np.cumsum([0, *(tokens for _, tokens in links[:-1])])
 
-    unit_slots = np.zeros(unit_room, dtype=np.int64)
+    unit_slots = np.zeros(unit_capacity, dtype=np.int64)
     unit_slots[: total + 1] = np.searchsorted(work.unit, np.arange(total + 1))
 
     def table(values: np.ndarray) -> Tensor:
@@ -227,7 +218,7 @@ def make_schedule(
 
 _NO_TOKEN = 2**31 - 1  # where a link begins that a chain does not have
 
-_DESCRIPTORS = 512  # bytes per program: two descriptors of 128, with room for Triton's alignment
+_DESCRIPTORS = 512  # bytes per program: two descriptors of 128, and Triton's alignment
 
 
 def longest_share(
@@ -378,11 +369,11 @@ def _placed(costs: np.ndarray, counts: np.ndarray, programs: int, share: int) ->
     load, turn = np.zeros(programs, dtype=np.int64), np.zeros(programs, dtype=np.int64)
     placed = []
     for cost, count in zip(costs.tolist(), counts.tolist(), strict=True):
-        room = np.maximum(0, (share - load) // cost)  # pieces that each program can take
-        if room.sum() < count:
+        fitting = np.maximum(0, (share - load) // cost)  # pieces that each program can take
+        if fitting.sum() < count:
             return None
-        of = np.repeat(np.arange(programs), room)
-        index = np.arange(len(of)) - np.repeat(np.cumsum(room) - room, room)
+        of = np.repeat(np.arange(programs), fitting)
+        index = np.arange(len(of)) - np.repeat(np.cumsum(fitting) - fitting, fitting)
         chosen = np.argsort(load[of] + index * cost, kind="stable")[:count]
         placed.append((of[chosen], turn[of[chosen]] + index[chosen]))
         taken = np.bincount(of[chosen], minlength=programs)

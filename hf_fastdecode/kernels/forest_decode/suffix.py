@@ -8,7 +8,7 @@ it runs beside the node kernel on the remaining multiprocessors, it writes its o
 import triton
 import triton.language as tl
 
-from .merge import locate_depths, merge_depths, merge_partial
+from .merge import UNIT_TABLES, locate_depths, merge_depths, merge_partial
 from .node_kernel import (
     LN2,
     LOG2E,
@@ -24,23 +24,11 @@ from .node_kernel import (
 
 @triton.jit
 def online_softmax_step_single_query(
-    q,
-    k,
-    v,
-    seen,
-    row_max,
-    row_sum,
-    acc,
-    scale,
-    soft_cap,
-    biases,
-    head,
-    age,
-    BLOCK_N: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    DISTANCES: tl.constexpr,
+    q, k, v, seen, state, scoring, head, age, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, DISTANCES: tl.constexpr
 ):
     """`online_softmax_step` for one query ``[1, D]``, without tensor cores."""
+    row_max, row_sum, acc = state
+    scale, soft_cap, biases = scoring
     scores = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :] * scale
     if SOFT_CAP:
         scores = cap_scores(scores, soft_cap)
@@ -57,9 +45,7 @@ def online_softmax_step_single_query(
 @triton.jit(
     # Values that differ from call to call, and tables that are read an element at a time.
     do_not_specialize=["rows", "block_m_log2", "origin_stride", "window"],
-    do_not_specialize_on_alignment=[
-        *("suffix", "slots", "lengths", "row_units", "row_offsets", "row_tiles", "unit_slots", "overlap_suffix"),
-    ],
+    do_not_specialize_on_alignment=["suffix", "slots", "lengths", *UNIT_TABLES, "overlap_suffix"],
 )
 def attend_suffixes(
     query,  # [rows, heads, queries, head_dim + rest]
@@ -180,11 +166,12 @@ def attend_suffixes(
         before = 0
 
     scale_log2 = base2_scale(scale, SOFT_CAP)
+    scoring = (scale, soft_cap, biases)
     row_max = tl.full([BLOCK_P], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_P], tl.float32)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + within // QUERIES, mask=valid_query, other=0.0)
-        row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest stands for no sink
+        row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest means no sink
         row_sum += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
     if OTHER:
@@ -227,8 +214,9 @@ def attend_suffixes(
             v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: tensor cores would compute 15 padding rows
             age = before - token
+            state = (row_max, row_sum, acc)
             row_max, row_sum, acc = online_softmax_step_single_query(
-                q, k, v, seen, row_max, row_sum, acc, scale, soft_cap, biases, head, age, BLOCK_N, SOFT_CAP, DISTANCES
+                q, k, v, seen, state, scoring, head, age, BLOCK_N, SOFT_CAP, DISTANCES
             )
         else:
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
@@ -244,22 +232,9 @@ def attend_suffixes(
 
     # Attend to the new tokens in registers, and append them to the suffix.
     if BLOCK_P == 1:
+        state = (row_max, row_sum, acc)
         row_max, row_sum, acc = online_softmax_step_single_query(
-            q,
-            new_k,
-            new_v,
-            is_new,
-            row_max,
-            row_sum,
-            acc,
-            scale,
-            soft_cap,
-            biases,
-            head,
-            -new_token,
-            1,
-            SOFT_CAP,
-            DISTANCES,
+            q, new_k, new_v, is_new, state, scoring, head, -new_token, 1, SOFT_CAP, DISTANCES
         )
     else:
         scores = qk_scores(q, new_k, scale, soft_cap, SOFT_CAP, q_rest, new_v, REST)
@@ -312,20 +287,10 @@ def attend_suffixes(
             tl.extra.cuda.gdc_wait()
             if not OVERLAP_SUFFIX:
                 tl.extra.cuda.gdc_launch_dependents()
+        partials, state = (partial_out, partial_lse), (row_max, row_sum, acc)
+        queries = index if SCALAR else 0
         row_max, row_sum, acc = merge_depths(
-            located,
-            index if SCALAR else 0,
-            block_m_log2,
-            partial_out,
-            partial_lse,
-            row_max,
-            row_sum,
-            acc,
-            HEAD_DIM,
-            BLOCK_D,
-            MERGE,
-            DEPTHS,
-            SCALAR,
+            located, queries, block_m_log2, partials, state, HEAD_DIM, BLOCK_D, MERGE, DEPTHS, SCALAR
         )
     found = active
     if DIVIDED:

@@ -1,1 +1,1 @@
-"""What lies between the products of a layer, one launch each: RMSNorm, rotary embedding, gated activation."""
+"""Operators between the products of a layer, one launch each: RMSNorm, rotary embedding, gated activation."""

@@ -7,14 +7,15 @@ pass. A form says where elements are rounded to the input's dtype, in which impl
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ahead import launch
-from ..device import overlap_options
-from ..failures import Kernel, launching
+from ..ahead import launch_named
+from ..device import overlap_options, power_of_two
+from ..failures import Kernel
+from ..limits import are_contiguous, refused
 
 
 class NormForm(Enum):
@@ -66,15 +67,22 @@ _HEADS = 8  # of a program of `rotate`
 
 
 class Plus(NamedTuple):
-    """A sum on the way.
+    """A sum on the way."""
 
-    Attributes:
-        addend: Of the shape and dtype of what it is added to, contiguous.
-        total: Memory for the sum, likewise.
-    """
+    addend: Tensor  # of the shape and dtype of what it is added to, contiguous
+    total: Tensor  # memory for the sum, likewise
 
-    addend: Tensor
-    total: Tensor
+
+def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> None:
+    launch_named(Kernel.POINTWISE, f"pointwise.kernel.{name}", x.device, grid, x, *arguments, **options)
+
+
+def _norm_options(columns: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    """Rows of a program that normalizes so many columns, and its launch options."""
+    block = power_of_two(columns)
+    rows = max(1, _NUMBERS // block)
+    warps = min(16, max(4, rows * block // 512))
+    return rows, {"COLUMNS": columns, "BLOCK_R": rows, "BLOCK_C": block, "num_warps": warps, **overlap_options(device)}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus | None = None) -> Tensor:
@@ -89,43 +97,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
 
     Returns:
         As `x`, in its dtype.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     columns, (addend, total) = x.shape[-1], plus or (x, x)
-    contiguous = all(part.is_contiguous() for part in (x, weight, addend, total))
     alike = weight.shape == (columns,) and addend.shape == x.shape == total.shape
-    if not contiguous or not alike or columns > MOST_COLUMNS:
-        raise ValueError(
-            f"rms_norm takes contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns, got "
-            f"{tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    block = _power_of_two(columns)
-    at_once = max(1, _NUMBERS // block)
+    if not alike or not are_contiguous(x, weight, addend, total) or columns > MOST_COLUMNS:
+        takes = f"contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns"
+        raise refused(f"rms_norm takes {takes}", x, weight)
     rows, out = x.numel() // columns, torch.empty_like(x)
-    with launching(Kernel.POINTWISE, x.device):
-        from . import kernel  # it imports triton, which may be missing
-
-        launch(
-            kernel.normalize,
-            (-(-rows // at_once),),
-            x,
-            addend,
-            total,
-            weight,
-            out,
-            rows,
-            eps,
-            COLUMNS=columns,
-            ADDS=plus is not None,
-            ROUNDING=form.value,
-            BLOCK_R=at_once,
-            BLOCK_C=block,
-            num_warps=min(16, max(4, at_once * block // 512)),
-            **overlap_options(x.device),
-        )
+    at_once, options = _norm_options(columns, x.device)
+    tensors = x, addend, total, weight, out
+    adds = plus is not None
+    _launch("normalize", (-(-rows // at_once),), *tensors, rows, eps, ADDS=adds, ROUNDING=form.value, **options)
     return out
 
 
@@ -144,45 +126,20 @@ def gated_rms_norm(
 
     Returns:
         As `x`, in its dtype.
-
-    Raises:
-        ValueError: Shapes, strides or dtypes are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     columns = x.shape[-1]
     group, gates = group or columns, gate.reshape(-1, columns)
     alike = gate.shape == x.shape and weight.shape == (columns,) and weight.dtype == x.dtype and columns % group == 0
-    if not alike or not (x.is_contiguous() and weight.is_contiguous()) or group > MOST_COLUMNS:
-        raise ValueError(
-            f"gated_rms_norm takes contiguous x [..., columns], gate of its shape and weight [columns] of its dtype, "
-            f"in groups of up to {MOST_COLUMNS}, got {tuple(x.shape)}, {tuple(gate.shape)} and {tuple(weight.shape)}"
-        )
+    if not alike or not are_contiguous(x, weight) or group > MOST_COLUMNS:
+        takes = "contiguous x [..., columns], gate of its shape and weight [columns] of its dtype, in groups of up to "
+        raise refused(f"gated_rms_norm takes {takes}{MOST_COLUMNS}", x, gate, weight)
     if gates.stride(1) != 1:
         gates = gates.contiguous()
-    block = _power_of_two(group)
-    at_once = max(1, _NUMBERS // block)
     rows, out = x.numel() // group, torch.empty_like(x)
-    with launching(Kernel.POINTWISE, x.device):
-        from . import kernel  # it imports triton, which may be missing
-
-        launch(
-            kernel.normalize_gated,
-            (-(-rows // at_once),),
-            x,
-            gates,
-            weight,
-            out,
-            rows,
-            gates.stride(0),
-            eps,
-            COLUMNS=group,
-            GROUPS=columns // group,
-            AFTER=form is GatedNormForm.AFTER,
-            BLOCK_R=at_once,
-            BLOCK_C=block,
-            num_warps=min(16, max(4, at_once * block // 512)),
-            **overlap_options(x.device),
-        )
+    at_once, options = _norm_options(group, x.device)
+    options |= {"GROUPS": columns // group, "AFTER": form is GatedNormForm.AFTER}
+    tensors = x, gates, weight, out
+    _launch("normalize_gated", (-(-rows // at_once),), *tensors, rows, gates.stride(0), eps, **options)
     return out
 
 
@@ -202,51 +159,34 @@ def rotate(
 
     Returns:
         Rotated queries and keys, in new memory of the same strides where these are dense.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     batch, query_heads, length, head_dim = queries.shape
     rotary, key_heads = cos.shape[-1] * (2 if halves else 1), keys.shape[1]
     shapes = keys.shape == (batch, key_heads, length, head_dim) and cos.shape == sin.shape
     shapes = shapes and cos.shape[:2] in ((batch, length), (1, length)) and rotary <= head_dim and rotary % 2 == 0
     if not shapes or any(part.stride(-1) != 1 for part in (queries, keys, cos, sin)) or cos.stride() != sin.stride():
-        raise ValueError(
-            "rotate takes queries and keys [batch, heads, length, head_dim] and cos and sin [batch or 1, length, "
-            f"rotary], contiguous along the last axis, got {[tuple(part.shape) for part in (queries, keys, cos, sin)]}"
-        )
+        takes = "queries and keys [batch, heads, length, head_dim] and cos and sin [batch or 1, length, rotary]"
+        raise refused(f"rotate takes {takes}, contiguous along the last axis", queries, keys, cos, sin)
     outs = torch.empty_like(queries), torch.empty_like(keys)
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
         return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves)
-    with launching(Kernel.POINTWISE, queries.device):
-        from . import kernel  # it imports triton, which may be missing
-
-        launch(
-            kernel.rotate,
-            (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
-            queries,
-            keys,
-            cos,
-            sin,
-            *outs,
-            length,
-            *queries.stride()[:3],
-            *keys.stride()[:3],
-            cos.stride(0) if len(cos) > 1 else 0,
-            cos.stride(1),
-            QUERY_HEADS=query_heads,
-            KEY_HEADS=key_heads,
-            HEAD_DIM=head_dim,
-            ROTARY=rotary,
-            HALVES=halves,
-            ROUNDING=form.value,
-            BLOCK_H=_HEADS,
-            BLOCK_D=_power_of_two(rotary // 2),
-            BLOCK_REST=_power_of_two(max(1, head_dim - rotary)),
-            enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
-            **overlap_options(queries.device),
-        )
+    _launch(
+        "rotate",
+        (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
+        *(queries, keys, cos, sin, *outs, length),
+        *(*queries.stride()[:3], *keys.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
+        QUERY_HEADS=query_heads,
+        KEY_HEADS=key_heads,
+        HEAD_DIM=head_dim,
+        ROTARY=rotary,
+        HALVES=halves,
+        ROUNDING=form.value,
+        BLOCK_H=_HEADS,
+        BLOCK_D=power_of_two(rotary // 2),
+        BLOCK_REST=power_of_two(max(1, head_dim - rotary)),
+        enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
+        **overlap_options(queries.device),
+    )
     return outs
 
 
@@ -259,36 +199,14 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
     Returns:
         ``[..., columns]``, contiguous, in the dtype of `gate`.
-
-    Raises:
-        ValueError: Shapes or dtypes differ.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(f"gated takes equal shapes and dtypes, got {tuple(gate.shape)} and {tuple(up.shape)}")
+        raise refused("gated takes equal shapes and dtypes", gate, up)
     columns = gate.shape[-1]
     gates, ups = gate.reshape(-1, columns), up.reshape(-1, columns)
     if gates.stride(1) != 1 or ups.stride(1) != 1:
         gates, ups = gates.contiguous(), ups.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    with launching(Kernel.POINTWISE, gate.device):
-        from . import kernel  # it imports triton, which may be missing
-
-        launch(
-            kernel.gate,
-            (len(gates) * -(-columns // _NUMBERS),),
-            gates,
-            ups,
-            out,
-            gates.stride(0),
-            ups.stride(0),
-            COLUMNS=columns,
-            ACTIVATION=activation.value,
-            BLOCK=_NUMBERS,
-        )
+    grid, strides = (len(gates) * -(-columns // _NUMBERS),), (gates.stride(0), ups.stride(0))
+    _launch("gate", grid, gates, ups, out, *strides, COLUMNS=columns, ACTIVATION=activation.value, BLOCK=_NUMBERS)
     return out
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is at least `number`; Triton's own function takes as long as a launch."""
-    return 1 << (number - 1).bit_length()

@@ -1,15 +1,23 @@
 # mypy: ignore-errors
-"""Kernels of RMSNorm, rotary embedding and gated activation. Sums are in fp32, roundings those of `forms`."""
+"""Kernels of RMSNorm, rotary embedding and gated activation. Sums are in fp32, roundings those of `api`'s forms."""
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Values of the enumerations in `forms`.
+# Values of the enumerations in `api`.
 ROUNDED = tl.constexpr(0)
 PLUS_ONE = tl.constexpr(2)
 SILU = tl.constexpr(0)
 GELU = tl.constexpr(1)
+
+
+@triton.jit
+def follow_previous(PDL: tl.constexpr):
+    """With programmatic dependent launch (PDL), wait for the previous kernel, and let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -28,9 +36,7 @@ def normalize(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
@@ -66,9 +72,7 @@ def normalize_gated(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,  # as of `normalize`
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     column = tl.arange(0, BLOCK_C)
@@ -116,57 +120,27 @@ def rotate(
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
     PDL: tl.constexpr,  # as of `normalize`
 ):
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
     batch, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
     angles = batch * angle_batch_stride + token * angle_stride
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:
         at = batch * query_batch_stride + token * query_stride
-        rotate_heads(
-            queries + at,
-            rotated_queries + at,
-            cos + angles,
-            sin + angles,
-            block * BLOCK_H + tl.arange(0, BLOCK_H),
-            query_head_stride,
-            QUERY_HEADS,
-            HEAD_DIM,
-            ROTARY,
-            HALVES,
-            ROUNDING,
-            BLOCK_D,
-            BLOCK_REST,
-        )
+        parts = (queries + at, rotated_queries + at, cos + angles, sin + angles)
+        heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), query_head_stride)
+        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
     else:
         at = batch * key_batch_stride + token * key_stride
-        rotate_heads(
-            keys + at,
-            rotated_keys + at,
-            cos + angles,
-            sin + angles,
-            (block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H),
-            key_head_stride,
-            KEY_HEADS,
-            HEAD_DIM,
-            ROTARY,
-            HALVES,
-            ROUNDING,
-            BLOCK_D,
-            BLOCK_REST,
-        )
+        parts = (keys + at, rotated_keys + at, cos + angles, sin + angles)
+        heads = ((block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H), key_head_stride)
+        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
 
 
 @triton.jit
 def rotate_heads(
-    x,  # of a token
-    out,
-    cos,
-    sin,
-    head,
-    head_stride,
+    parts,  # a token, where it is written, cos and sin
+    heads,  # indices of heads, and the stride between them
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -175,6 +149,8 @@ def rotate_heads(
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
+    x, out, cos, sin = parts
+    head, head_stride = heads
     HALF: tl.constexpr = ROTARY // 2
     SECOND: tl.constexpr = 0 if HALVES else HALF
     here = (head < HEADS)[:, None]
@@ -197,9 +173,9 @@ def rotate_heads(
     tl.store(out + at, (one + two).to(out.dtype.element_ty), mask=kept)
     tl.store(out + at + HALF, (three + four).to(out.dtype.element_ty), mask=kept)
     if HEAD_DIM > ROTARY:
-        behind = ROTARY + tl.arange(0, BLOCK_REST)
-        rest = here & (behind < HEAD_DIM)[None, :]
-        at = start + behind[None, :]
+        after = ROTARY + tl.arange(0, BLOCK_REST)
+        rest = here & (after < HEAD_DIM)[None, :]
+        at = start + after[None, :]
         tl.store(out + at, tl.load(x + at, mask=rest), mask=rest)
 
 

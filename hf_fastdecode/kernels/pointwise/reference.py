@@ -11,11 +11,11 @@ from .api import Activation, GatedNormForm, NormForm, RotaryForm
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
     """See `api.rms_norm`."""
-    wide = _wide(x)
-    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    x_wide = wide(x)
+    normalized = x_wide * torch.rsqrt(x_wide.pow(2).mean(-1, keepdim=True) + eps)
     if form is NormForm.ROUNDED:
         return weight * normalized.to(x.dtype)
-    factor = _wide(weight) + (1.0 if form is NormForm.PLUS_ONE else 0.0)
+    factor = wide(weight) + (1.0 if form is NormForm.PLUS_ONE else 0.0)
     return (factor * normalized).to(x.dtype)
 
 
@@ -23,13 +23,13 @@ def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: GatedNormForm, *, group: int | None = None
 ) -> Tensor:
     """See `api.gated_rms_norm`."""
-    wide, opened = _wide(x), F.silu(_wide(gate))
+    x_wide, opened = wide(x), F.silu(wide(gate))
     if form is GatedNormForm.BEFORE:
-        wide = wide * opened
-    groups = wide.unflatten(-1, (-1, group or x.shape[-1]))
+        x_wide = x_wide * opened
+    groups = x_wide.unflatten(-1, (-1, group or x.shape[-1]))
     normalized = (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2)
     weighted = weight * normalized.to(x.dtype)
-    return weighted if form is GatedNormForm.BEFORE else (_wide(weighted) * opened).to(x.dtype)
+    return weighted if form is GatedNormForm.BEFORE else (wide(weighted) * opened).to(x.dtype)
 
 
 def rotate(
@@ -45,7 +45,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm) -> Tensor:
     cos, sin, width = cos[:, None], sin[:, None], cos.shape[-1]
     turned, kept = x[..., :width], x[..., width:]
     if form is RotaryForm.WHOLE:
-        turned, cos, sin = _wide(turned), _wide(cos), _wide(sin)
+        turned, cos, sin = wide(turned), wide(cos), wide(sin)
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((turned.to(x.dtype), kept), dim=-1)
@@ -55,8 +55,13 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """See `api.gated`."""
     if activation is Activation.SILU:
         return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none") * up
+    return gelu(gate, activation) * up
 
 
-def _wide(x: Tensor) -> Tensor:
+def gelu(gate: Tensor, activation: Activation) -> Tensor:
+    return F.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none")
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is."""
     return x if x.dtype == torch.float64 else x.float()

@@ -6,15 +6,63 @@ sliding window in time that follows the window, and sinks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from ..ahead import launch
-from ..device import interpreted, shared_memory
-from ..failures import Kernel, launching
-from ..forest_decode.limits import MAX_HEAD_DIM, check_numbers, check_table
-from .config import Config, choose_config, padded
-from .kernel import attend_intervals
+from ..device import interpreted, power_of_two, shared_memory
+from ..failures import Kernel, failure, launching
+from ..forest_decode.limits import refusal_of_heads
+from ..limits import FLOATS, MAX_HEAD_DIM, check_numbers, check_table, refusal_of_any_shape, refusal_of_mixture
+
+
+def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor] = ()) -> str | None:
+    """Why the kernel does not support these tensors, shaped as for `prefill_partial`; None when it does.
+
+    Args:
+        stored: Keys and values of contexts.
+    """
+    parts = (keys, query, values, *stored)
+    reason = refusal_of_any_shape(*parts) or refusal_of_mixture(parts) or refusal_of_heads(keys, values)
+    return reason or failure(Kernel.PREFILL, keys.device)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters."""
+
+    block_m: int  # packed queries per tile
+    block_n: int  # keys per tile
+    warps: int  # warps per program
+    stages: int  # key tiles in flight
+
+    def shared_bytes(self, head_dim: int) -> int:
+        """Bytes of shared memory for the queries, and the keys and values in flight, of 16 bits each."""
+        return 2 * padded(head_dim) * (self.block_m + 2 * self.stages * self.block_n)
+
+
+_CANDIDATES = {
+    64: (Config(128, 64, 4, 3), Config(64, 64, 4, 2)),
+    128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
+    256: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
+}
+"""By padded head_dim, the fastest first as measured on an H100, smaller ones for GPUs with less shared memory."""
+
+
+def padded(head_dim: int) -> int:
+    """Columns of a tile: a power of two that matrix products take."""
+    return max(16, power_of_two(head_dim))
+
+
+@lru_cache
+def choose_config(head_dim: int, shared_memory: int) -> Config:
+    """Launch parameters for heads of a size, within the bytes of shared memory of a program."""
+    candidates = _CANDIDATES[max(64, padded(head_dim))]
+    return next((one for one in candidates if one.shared_bytes(head_dim) <= shared_memory), candidates[-1])
 
 
 def prefill_partial(
@@ -42,10 +90,6 @@ def prefill_partial(
         earlier: Partial of other keys: ``out`` ``[heads, tokens, head_dim]`` and natural-log log-sum-exp
             ``[heads, tokens]``, both fp32. Where the latter is ``-inf``, ``out`` is undefined.
         config: Launch parameters.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
 
@@ -72,10 +116,6 @@ def prefill_attention(
 
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     heads, tokens, head_dim = query.shape
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device).transpose(0, 1)
@@ -97,9 +137,8 @@ def _launch(
 ) -> None:
     (heads, _, head_dim), kv_heads = query.shape, keys.shape[0]
     _check(query, keys, values, intervals, earlier)
-    check_numbers(scale, soft_cap, None)
-    if sinks is not None:
-        check_table("sinks", sinks, (heads,), torch.float32)
+    check_numbers(scale, soft_cap)
+    check_table("sinks", sinks, (heads,), torch.float32)
     count, group = intervals.shape[1], heads // kv_heads
     if not count:
         return
@@ -107,26 +146,14 @@ def _launch(
     result = query if out is None else out
     merged = earlier or (result, result)
     with launching(Kernel.PREFILL, query.device):
+        from .kernel import attend_intervals  # it imports triton, which may be missing
+
         launch(
             attend_intervals,
             (-(-count * group // config.block_m) * kv_heads,),
-            query,
-            keys,
-            values,
-            intervals,
-            result,
-            *merged,
-            sinks if sinks is not None else result,
-            count,
-            kv_heads,
-            scale,
-            soft_cap or 1.0,
-            *query.stride()[:2],
-            *keys.stride()[:2],
-            *values.stride()[:2],
-            *result.stride()[:2],
-            *merged[0].stride()[:2],
-            *merged[1].stride()[:2],
+            *(query, keys, values, intervals, result, *merged, sinks),
+            *(count, kv_heads, scale, soft_cap or 1.0),
+            *(stride for part in (query, keys, values, result, *merged) for stride in part.stride()[:2]),
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_D=padded(head_dim),
@@ -153,7 +180,7 @@ def _check(
     if keys.shape != values.shape or keys.shape[2] != head_dim or head_dim > MAX_HEAD_DIM:
         shapes = f"{tuple(query.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
         raise ValueError(f"query, keys and values need one head_dim of up to {MAX_HEAD_DIM}, got shapes {shapes}")
-    if {query.dtype, keys.dtype, values.dtype} not in ({torch.float16}, {torch.bfloat16}, {torch.float32}):
+    if not query.dtype == keys.dtype == values.dtype or query.dtype not in FLOATS:
         raise ValueError(f"query, keys and values must be fp16, bf16 or fp32, got {query.dtype} and {keys.dtype}")
     inner = [part.stride(-1) for part in (query, keys, values, *([] if earlier is None else [earlier[0]]))]
     if inner != [1] * len(inner):

@@ -8,13 +8,13 @@ computes. Sums are in fp32, and results bitwise reproducible. There is no backwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..ahead import launch
-from ..device import counters, interpreted, multiprocessors, overlap_options
+from ..device import counters, multiprocessors, overlap_options
 from ..failures import Kernel, launching
 from ..pointwise.api import Activation
 from .config import (
@@ -54,10 +54,6 @@ def row_products(
 
     Returns:
         ``[..., columns]`` each.
-
-    Raises:
-        ValueError: `dtype` is another than that of `inputs`, of more rows than it says.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     outs = [_output(inputs, len(weight), dtype) for weight in weights]
     _run(inputs, weights, biases, outs, arrived, config, None)
@@ -83,9 +79,6 @@ def gated_product(
 
     Returns:
         ``[..., columns]`` in the dtype of `inputs`.
-
-    Raises:
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     out = _output(inputs, len(gate))
     _run(inputs, [gate, up], biases, [out], arrived, config, activation)
@@ -112,101 +105,40 @@ def _run(
             f"row_products keeps sums in {outs[0].dtype} of up to {MOST_PORTABLE_ROWS} rows, by its portable kernel, "
             f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
         )
+    widths = [out.shape[-1] for out in outs]
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
-        columns = [out.shape[-1] for out in outs]
-        config = choose(rows, columns, width, multiprocessors(device), gated=activation is not None)
-    arrived = counters(device) if arrived is None else arrived
+        config = choose(rows, widths, width, multiprocessors(device), gated=activation is not None)
+    inputs, arrived = inputs.contiguous(), counters(device) if arrived is None else arrived
+    parameters = *_three([outs[0] if bias is None else bias for bias in biases]), *_three(outs)
+    sizes = rows, width, *widths, *[0] * (3 - len(widths))
+    products = 1 if activation is None else 2  # of a tile
+    options: dict[str, Any] = {"GATED": activation is not None, "BIAS": biases[0] is not None}
+    options |= {"ACTIVATION": 0 if activation is None else activation.value, "BLOCK_M": config.block_rows}
+    options |= overlap_options(device)
     if isinstance(config, HopperConfig):
-        _launch_hopper(inputs.contiguous(), weights, biases, outs, arrived, config, activation)
-    else:
-        _launch(inputs.contiguous(), weights, biases, outs, arrived, config, activation)
+        of_program = config.block_rows * BOX * products
+        partials = torch.empty(config.programs * of_program, dtype=torch.float32, device=device)
+        options |= {"AT_ONCE": config.at_once, "X_STAGES": config.x_stages, "W_STAGES": config.w_stages}
+        with launching(Kernel.WIDE_ROWS, device):
+            from .hopper import hopper_row_products  # needs Gluon
 
-
-def _launch(
-    inputs: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    outs: Sequence[Tensor],
-    arrived: Tensor,
-    config: Config,
-    activation: Activation | None,
-) -> None:
-    width, device = inputs.shape[-1], inputs.device
-    columns = [out.shape[-1] for out in outs]
-    tiles = sum(-(-own // config.columns) for own in columns)
-    partials = inputs
+            boxes = _boxes(inputs.view(-1, width), config.block_rows, config.at_once)
+            of_weights = _three([_boxes(weight, BOX, config.at_once) for weight in weights])
+            tensors = boxes, *of_weights, *parameters, partials, arrived
+            registers = {"REGISTERS": REGISTERS, "maxnreg": REGISTERS, "num_warps": 4}
+            launch(hopper_row_products, (config.programs,), *tensors, *sizes, **options, **registers)
+        return
+    tiles, iterations = sum(-(-own // config.columns) for own in widths), width // config.at_once
+    sums = inputs  # not read with one part
     if config.parts > 1:
-        of_tile = config.block_rows * config.columns * (1 if activation is None else 2)
-        partials = torch.empty(tiles * config.parts * of_tile, dtype=torch.float32, device=device)
-    iterations = width // config.at_once
+        of_tile = config.block_rows * config.columns * products
+        sums = torch.empty(tiles * config.parts * of_tile, dtype=torch.float32, device=device)
+    parts = config.parts, -(-iterations // config.parts) * config.at_once
+    options |= {"BLOCK_N": config.columns, "BLOCK_K": config.at_once, "STAGES": config.stages}
     with launching(Kernel.ROWS, device):
-        launch(
-            kernel,
-            (tiles, config.parts),
-            inputs,
-            *_three(weights),
-            *_three([outs[0] if bias is None else bias for bias in biases]),
-            *_three(outs),
-            partials,
-            arrived,
-            inputs.numel() // width,
-            width,
-            *columns,
-            *[0] * (3 - len(columns)),
-            config.parts,
-            -(-iterations // config.parts) * config.at_once,
-            GATED=activation is not None,
-            ACTIVATION=0 if activation is None else activation.value,
-            BIAS=biases[0] is not None,
-            BLOCK_M=config.block_rows,
-            BLOCK_N=config.columns,
-            BLOCK_K=config.at_once,
-            STAGES=config.stages if not interpreted() else 1,
-            **overlap_options(device),
-        )
-
-
-def _launch_hopper(
-    inputs: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    outs: Sequence[Tensor],
-    arrived: Tensor,
-    config: HopperConfig,
-    activation: Activation | None,
-) -> None:
-    width, device = inputs.shape[-1], inputs.device
-    columns = [out.shape[-1] for out in outs]
-    of_program = config.block_rows * BOX * (1 if activation is None else 2)
-    with launching(Kernel.WIDE_ROWS, device):
-        from .hopper import hopper_row_products  # needs Gluon
-
-        launch(
-            hopper_row_products,
-            (config.programs,),
-            _boxes(inputs.view(-1, width), config.block_rows, config.at_once),
-            *_three([_boxes(weight, BOX, config.at_once) for weight in weights]),
-            *_three([outs[0] if bias is None else bias for bias in biases]),
-            *_three(outs),
-            torch.empty(config.programs * of_program, dtype=torch.float32, device=device),
-            arrived,
-            inputs.numel() // width,
-            width,
-            *columns,
-            *[0] * (3 - len(columns)),
-            GATED=activation is not None,
-            ACTIVATION=0 if activation is None else activation.value,
-            BIAS=biases[0] is not None,
-            BLOCK_M=config.block_rows,
-            AT_ONCE=config.at_once,
-            X_STAGES=config.x_stages,
-            W_STAGES=config.w_stages,
-            REGISTERS=REGISTERS,
-            num_warps=4,
-            maxnreg=REGISTERS,
-            **overlap_options(device),
-        )
+        tensors_and_sizes = inputs, *_three(weights), *parameters, sums, arrived, *sizes
+        launch(kernel, (tiles, config.parts), *tensors_and_sizes, *parts, **options)
 
 
 def _boxes(rows: Tensor, count: int, at_once: int) -> TensorDescriptor:

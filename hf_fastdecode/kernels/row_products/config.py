@@ -1,4 +1,4 @@
-"""What the kernel of row products supports, and its launch parameters."""
+"""Limits of the kernels of row products, and their launch parameters."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..device import compute_capability, triton_is_installed
+from ..device import compute_capability, power_of_two, triton_is_installed
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION
+from ..limits import HALF_PRECISION, refusal_of_operands
 
 MOST_ROWS: Final = 128
-
+# Beyond, `hopper_row_products` computes: the other kernel, whose programs load and multiply by turns, is slower there
+# than PyTorch.
 MOST_PORTABLE_ROWS: Final = 32
-"""Beyond, `hopper_row_products` computes: the other kernel, whose programs load and multiply by turns, is slower there
-than PyTorch."""
-
 MOST_WEIGHTS: Final = 3
 
 _LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
 _AT_ONCE = (128, 64)  # elements of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part
-
 
 _fusing: ContextVar[bool] = ContextVar("hf_fastdecode_fusing_products", default=False)
 
@@ -46,47 +43,27 @@ def fuses_products() -> bool:
 
 
 class Config(NamedTuple):
-    """Launch parameters.
+    """Launch parameters."""
 
-    Attributes:
-        block_rows: Rows of a tile, those of the input rounded up.
-        columns: Columns of a tile.
-        at_once: Elements of each row and column per iteration.
-        stages: Iterations whose loads are in flight.
-        parts: Parts of the width, each for a program.
-    """
-
-    block_rows: int
-    columns: int
-    at_once: int
-    stages: int
-    parts: int
+    block_rows: int  # rows of a tile, those of the input rounded up
+    columns: int  # columns of a tile
+    at_once: int  # elements of each row and column per iteration
+    stages: int  # iterations whose loads are in flight
+    parts: int  # parts of the width, each for a program
 
 
 class HopperConfig(NamedTuple):
-    """Launch parameters of `hopper_row_products`.
+    """Launch parameters of `hopper_row_products`."""
 
-    Attributes:
-        block_rows: Rows of a tile, 64 or 128.
-        at_once: Elements of each row and column per iteration, 64 or 128.
-        x_stages: Iterations whose rows are in flight, at most `w_stages`.
-        w_stages: Iterations whose weights are in flight.
-        programs: Of the launch, at most as many as there are iterations of all tiles.
-    """
-
-    block_rows: int
-    at_once: int
-    x_stages: int
-    w_stages: int
-    programs: int
+    block_rows: int  # rows of a tile, 64 or 128
+    at_once: int  # elements of each row and column per iteration, 64 or 128
+    x_stages: int  # iterations whose rows are in flight, at most `w_stages`
+    w_stages: int  # iterations whose weights are in flight
+    programs: int  # of the launch, at most as many as there are iterations of all tiles
 
 
-BOX: Final = 64
-"""Columns of a tile of `hopper_row_products`, of each weight."""
-
-REGISTERS: Final = 128
-"""Registers of a thread of `hopper_row_products`: they leave room for programs of a norm, which so start earlier."""
-
+BOX: Final = 64  # columns of a tile of `hopper_row_products`, of each weight
+REGISTERS: Final = 128  # of a thread of `hopper_row_products`: programs of a norm fit beside it, and start earlier
 _STAGE_BYTES = 224 << 10
 
 
@@ -114,7 +91,7 @@ def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors:
         multiprocessors: Of the device.
         gated: Whether each tile reads two weights.
     """
-    block_rows = max(16, 1 << (rows - 1).bit_length())
+    block_rows = max(16, power_of_two(rows))
     columns = 32 if gated and block_rows > 16 else 64
     at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
     tiles = sum(-(-own // columns) for own in widths)
@@ -133,7 +110,7 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         weights: ``[columns, width]`` each.
         biases: ``[columns]`` each.
     """
-    width, device = inputs.shape[-1], inputs.device
+    width = inputs.shape[-1]
     rows = inputs.numel() // max(1, width)
     if not 1 <= rows <= MOST_ROWS or len(weights) > MOST_WEIGHTS:
         return f"it takes up to {MOST_ROWS} rows and {MOST_WEIGHTS} weights, got {rows} and {len(weights)}"
@@ -141,11 +118,14 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         return f"beyond {MOST_PORTABLE_ROWS} rows, single weights with as many columns as their width gain nothing"
     if width % _AT_ONCE[-1]:
         return f"it takes widths in multiples of {_AT_ONCE[-1]}, got {width}"
-    parts = (inputs, *weights, *filter(lambda bias: bias is not None, biases))
-    kinds = {(type(part), part.layout, part.dtype, part.device) for part in parts}  # type: ignore[union-attr]
-    plain = {(kind, torch.strided, inputs.dtype, device) for kind in (Tensor, torch.nn.Parameter)}
-    if not kinds <= plain:
-        return "it takes plain tensors of one dtype and device"
+    reason = refusal_of_operands(inputs, *weights, *(bias for bias in biases if bias is not None))
+    return reason or _refusal_of_layout(inputs, weights, biases, rows) or _refusal_here(inputs, weights, rows)
+
+
+def _refusal_of_layout(
+    inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int
+) -> str | None:
+    width = inputs.shape[-1]
     if any(weight.dim() != 2 or weight.shape[1] != width or not weight.is_contiguous() for weight in weights):
         return "it takes contiguous weights [columns, width]"
     if rows > MOST_PORTABLE_ROWS and any(part.data_ptr() % 16 for part in (inputs, *weights)):
@@ -155,8 +135,12 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
         return "it takes a bias for each weight or for none"
     if any(bias.shape != weight.shape[:1] or not bias.is_contiguous() for weight, bias in given):
         return "it takes contiguous biases [columns]"
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):  # type: ignore[union-attr]
-        return "it computes no gradients"
+    return None
+
+
+def _refusal_here(inputs: Tensor, weights: Sequence[Tensor], rows: int) -> str | None:
+    """Why the kernel does not run on this device, in this dtype, or would gain nothing; None when it does."""
+    device = inputs.device
     if torch.is_autocast_enabled(device.type):
         return "autocast chooses another dtype"
     if not triton_is_installed() or inputs.dtype not in HALF_PRECISION or device.type != "cuda":
@@ -164,5 +148,5 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     if compute_capability(device)[0] != 9:
         return "it was measured on Hopper GPUs only"
     if sum(weight.numel() for weight in weights) < _LEAST_NUMBERS:
-        return f"weights of fewer than {_LEAST_NUMBERS} numbers gain nothing"
+        return f"weights of fewer than {_LEAST_NUMBERS} elements gain nothing"
     return failure(Kernel.ROWS if rows <= MOST_PORTABLE_ROWS else Kernel.WIDE_ROWS, device)

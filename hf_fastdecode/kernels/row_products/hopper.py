@@ -12,10 +12,10 @@ With programmatic dependent launch (PDL), weights are loaded while the previous 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from ..forest_decode.hopper import group_barrier, load_tile
-from ..pointwise.kernel import activated
+from ..pointwise.kernel import activated, follow_previous
 
 BOX = gl.constexpr(64)  # columns of a tile, of each weight
 
@@ -114,10 +114,7 @@ def _consume(
     place = own_row[:, None] * 8 + (own_column // 8 * 512 + own_column % 8)[None, :]
     programs = gl.num_programs(0)
     own_share = programs - 1 - gl.program_id(0)
-    if PDL:
-        # Dependents also rely on earlier kernels, so wait before releasing them.
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)  # dependents also rely on earlier kernels, so wait before releasing them
     count = 0
     at = first
     while at < last:
@@ -255,18 +252,9 @@ def hopper_row_products(
     CONSUMER: gl.constexpr = (3 * REGISTERS - 24) // 16 * 8
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (tensors, rings, share, numbers, 0, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
-            ),
-            (
-                _consume,
-                (tensors, rings, share, numbers, 1, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL),
-            ),
-            (
-                _produce,
-                (x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL),
-            ),
+            (_consume, (tensors, rings, share, numbers, 0, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL)),
+            (_consume, (tensors, rings, share, numbers, 1, GATED, ACTIVATION, BIAS, BLOCK_M, X_STAGES, W_STAGES, PDL)),
+            (_produce, (x, weights, rings, share, sizes, GATED, BLOCK_M, AT_ONCE, X_STAGES, W_STAGES, PDL)),
         ],
         [4, 1],
         [CONSUMER, 24],

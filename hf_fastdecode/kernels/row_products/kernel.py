@@ -7,9 +7,8 @@ multiprocessor reading, parts go to programs of their own; the last to arrive ad
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..pointwise.kernel import activated
+from ..pointwise.kernel import activated, follow_previous
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])  # a variant for each value would be compiled for nothing
@@ -58,9 +57,7 @@ def row_products(
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     second = total
     first = part * part_width
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
         numbers = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
         total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), numbers, total)

@@ -8,11 +8,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..ahead import launch
+from ..device import power_of_two
 from ..failures import Kernel, launching
+from ..limits import FLOATS, check_table
 from .row_kernel import sample_rows
 
 _FLOATS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
@@ -90,7 +91,7 @@ class Settings:
 
     @property
     def compiled_for(self) -> Hashable:
-        """What of these settings selects a compilation."""
+        """The settings that select a compilation."""
         return self.greedy, self.eos_count, *self.features.values()
 
     def update(self, **values: float | int) -> None:
@@ -145,19 +146,12 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters; draws depend on ``columns``, and through the rounding of sums on the others.
+    """Launch parameters; draws depend on ``columns``, and through the rounding of sums on the others."""
 
-    Attributes:
-        columns: Columns of the table in which a row is read; a power of two, fastest from 256 per warp up.
-        group: Chunks of the table read at once; a power of two.
-        tile: Columns that top-k keeps in registers: up to this k it needs no further pass. A power of two.
-        warps: Warps per program.
-    """
-
-    columns: int
-    group: int = 4
-    tile: int = 128
-    warps: int = 16
+    columns: int  # columns of the table in which a row is read; a power of two, fastest from 256 per warp up
+    group: int = 4  # chunks of the table read at once; a power of two
+    tile: int = 128  # columns that top-k keeps in registers: up to this k it needs no further pass. A power of two.
+    warps: int = 16  # warps per program
 
 
 def choose_config(vocab: int) -> Config:
@@ -206,88 +200,82 @@ def sample(
     Returns:
         Tokens ``[rows]`` int64, and ``[rows]`` fp32 the natural log-probability of each under the raw logits, before
         any processing.
-
-    Raises:
-        ValueError: A shape, stride or dtype is wrong, or ``seen`` is missing.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
-    if logits.dim() != 2 or logits.shape[1] == 0:
-        raise ValueError(f"logits must be [rows, vocabulary], got shape {list(logits.shape)}")
+    _check_logits(logits)
     rows, vocab = logits.shape
     config = config or choose_config(vocab)
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    check_table("row_ids", row_ids, (rows,), torch.int32)
+    check_table("steps", steps, (rows,), torch.int64)
+    check_table("tokens", tokens, (rows,), torch.int64)
+    check_table("logprobs", logprobs, (rows,), torch.float32)
+    _check_settings(settings, seen, vocab)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
+    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device) if logprobs is None else logprobs
+    if rows == 0:
+        return tokens, logprobs
+    form = _form(settings, config, vocab, logits.dtype)
+    scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
+    marks = seen if seen is not None and form.penalty else None
+    suppressed = row_ids if settings.suppressed is None else settings.suppressed
+    with launching(Kernel.SAMPLING, logits.device):
+        launch(
+            sample_rows,
+            (rows,),
+            *(logits, row_ids, settings.numbers, settings.integers, settings.step if steps is None else steps),
+            *(settings.eos_ids, suppressed, row_ids if marks is None else marks, scratch, tokens, logprobs),
+            logits.stride(0),
+            *((0, 0) if marks is None else (marks.stride(0), len(marks))),
+            int(steps is not None),
+            FORM=form,
+            num_warps=config.warps,
+            enable_fp_fusion=False,  # a value computed twice must have the same bits
+        )
+    return tokens, logprobs
+
+
+def _check_logits(logits: Tensor) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits must be [rows, vocabulary], got shape {list(logits.shape)}")
+    if logits.dtype not in FLOATS:
         raise ValueError(f"logits must be fp32, bf16 or fp16, got {logits.dtype}")
     if logits.stride(1) != 1:
         raise ValueError(f"logits must be contiguous along the vocabulary, got strides {logits.stride()}")
-    for name, given, dtype in (
-        ("row_ids", row_ids, torch.int32),
-        ("steps", steps, torch.int64),
-        ("tokens", tokens, torch.int64),
-        ("logprobs", logprobs, torch.float32),
-    ):
-        if given is None:
-            continue
-        if given.shape != (rows,) or given.dtype != dtype or not given.is_contiguous():
-            wanted = f"[{rows}] {str(dtype).removeprefix('torch.')}, contiguous"
-            found = f"{list(given.shape)} {given.dtype}, stride {given.stride()}"
-            raise ValueError(f"{name} must be {wanted}, got {found}")
-    penalty = settings.features["repetition_penalty"]
-    words = (vocab + 31) // 32
-    if penalty and (seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1):
-        raise ValueError(f"the repetition penalty needs seen [row ids, {words}] int32: use seen_tokens(...)")
+
+
+def _check_settings(settings: Settings, seen: Tensor | None, vocab: int) -> None:
+    """Check what the settings need of a vocabulary of this size."""
+    if settings.features["repetition_penalty"]:
+        words = (vocab + 31) // 32
+        if seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1:
+            raise ValueError(f"the repetition penalty needs seen [row ids, {words}] int32: use seen_tokens(...)")
     suppressed = settings.suppressed
     if suppressed is not None and (suppressed.shape != (2, vocab) or not suppressed.is_contiguous()):
         raise ValueError(
             f"the settings suppress tokens of a vocabulary of {suppressed.shape[-1]}, and the logits have {vocab}: "
             "use suppressed_tokens(...) with that size"
         )
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if tokens is None else tokens
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device) if logprobs is None else logprobs
-    if rows == 0:
-        return tokens, logprobs
-    greedy, typical = settings.greedy, settings.features["typical_p"] and not settings.greedy
-    plain = logits.dtype != torch.float32 and not penalty and not typical
-    form = Form(
+
+
+def _form(settings: Settings, config: Config, vocab: int, dtype: torch.dtype) -> Form:
+    greedy, features = settings.greedy, settings.features
+    penalty, typical = features["repetition_penalty"], features["typical_p"] and not greedy
+    plain = dtype != torch.float32 and not penalty and not typical
+    return Form(
         vocab=vocab,
         columns=config.columns,
-        chunks=triton.next_power_of_2(triton.cdiv(vocab, config.columns)),
+        chunks=power_of_two(-(-vocab // config.columns)),
         group=config.group,
         tile=config.tile,
         plain=plain,
-        empty_bits={torch.bfloat16: 16, torch.float16: 13}.get(logits.dtype, 0) if plain else 0,
-        changed=penalty or settings.eos_count > 0 or suppressed is not None,
+        empty_bits={torch.bfloat16: 16, torch.float16: 13}.get(dtype, 0) if plain else 0,
+        changed=penalty or settings.eos_count > 0 or features["begin_step"],
         greedy=greedy,
-        top_k=settings.features["top_k"] and not greedy,
+        top_k=features["top_k"] and not greedy,
         typical=typical,
         penalty=penalty,
         eos=settings.eos_count,
-        suppression=suppressed is not None,
+        suppression=features["begin_step"],
     )
-    scratch = torch.empty(rows, config.tile, dtype=torch.int32, device=logits.device) if form.top_k else tokens
-    with launching(Kernel.SAMPLING, logits.device):
-        launch(
-            sample_rows,
-            (rows,),
-            logits,
-            row_ids,
-            settings.numbers,
-            settings.integers,
-            settings.step if steps is None else steps,
-            settings.eos_ids,
-            row_ids if suppressed is None else suppressed,
-            seen if penalty else row_ids,
-            scratch,
-            tokens,
-            logprobs,
-            logits.stride(0),
-            seen.stride(0) if seen is not None and penalty else 0,
-            len(seen) if seen is not None and penalty else 0,
-            int(steps is not None),
-            FORM=form,
-            num_warps=config.warps,
-            enable_fp_fusion=False,  # a value computed at two places must have the same bits
-        )
-    return tokens, logprobs
 
 
 def seen_tokens(ids: Tensor, vocab: int, keep: Tensor | None = None) -> Tensor:

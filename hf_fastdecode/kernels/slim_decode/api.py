@@ -10,11 +10,10 @@ import triton
 from torch import Tensor
 
 from ..ahead import launch
-from ..cuda_module import cuda_bindings_are_installed
-from ..device import compute_capability, interpreted, multiprocessors, shared_memory
+from ..device import compute_capability, interpreted, multiprocessors, power_of_two, shared_memory
 from ..failures import Kernel, KernelFailedError, failure, launching
 from ..forest_decode.node_kernel import LOG2E
-from .cluster import ClusterConfig, ClusterShape, cluster_kernel, tensor_maps
+from .cluster import ClusterConfig, ClusterShape, cluster_kernel, cuda_bindings_are_installed, tensor_maps
 from .config import (
     TwoLaunchConfig,
     check_two_launch_config,
@@ -125,41 +124,21 @@ def slim_decode(
 
     Returns:
         Averages and log-sum-exp; 0 and ``-inf`` for rows without tokens.
-
-    Raises:
-        ValueError: A shape, stride, dtype or value is not as documented.
-        KernelFailedError: A kernel cannot be compiled or launched here.
     """
     given = Arguments(query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales)
     check_arguments(given)
     rows, heads, _, head_dim = query.shape
-    rank = coordinates.shape[2]
-    device = keys.device
-    chosen = config is None
+    rank, device, chosen = coordinates.shape[2], keys.device, config is None
     if config is None:
         options: dict[str, Any] = {"rotary": rotary, "offset": key_offset is not None}
         config = choose_config(heads, head_dim, rank, keys.dtype, device, **options)
         if isinstance(config, ClusterConfig) and not all(is_aligned(*part) for part in given.copied.values()):
             config = choose_two_launch_config(heads, head_dim, rank, keys.dtype, shared_memory=shared_memory(device))
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    result = SlimPartial(
-        torch.empty(rows, heads, heads * head_dim, **fp32),
-        torch.empty(rows, heads, rank, **fp32),
-        torch.empty(rows, heads, **fp32),
-    )
+    shapes = (rows, heads, heads * head_dim), (rows, heads, rank), (rows, heads)
+    result = SlimPartial(*(torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes))
     if not rows:
         return result
-    if isinstance(config, TwoLaunchConfig):
-        check_two_launch_config(config, *groups_of(config, heads, device))
-    elif rotary is not None and rotary.turns is None:
-        raise ValueError(
-            "clusters need tables of RoPE with turns, as RotaryTables.of makes; or pass a TwoLaunchConfig"
-        )
-    elif reason := cluster_shape(given, config).refusal(shared_memory(device)):
-        raise ValueError(f"{reason}; pass a TwoLaunchConfig, or None")
-    else:
-        for name, part in given.copied.items():
-            check_alignment(name, *part)
+    _check_config(given, config)
     try:
         launch_all(given, config, result)
     except KernelFailedError:
@@ -174,6 +153,22 @@ def slim_decode(
     return result
 
 
+def _check_config(given: Arguments, config: TwoLaunchConfig | ClusterConfig) -> None:
+    """Raise ValueError for launch parameters that are out of bounds, or do not take these arguments."""
+    heads, device = given.query.shape[1], given.keys.device
+    if isinstance(config, TwoLaunchConfig):
+        check_two_launch_config(config, *groups_of(config, heads, device))
+        return
+    if given.rotary is not None and given.rotary.turns is None:
+        raise ValueError(
+            "clusters need tables of RoPE with turns, as RotaryTables.of makes; or pass a TwoLaunchConfig"
+        )
+    if reason := cluster_shape(given, config).refusal(shared_memory(device)):
+        raise ValueError(f"{reason}; pass a TwoLaunchConfig, or None")
+    for name, part in given.copied.items():
+        check_alignment(name, *part)
+
+
 _PIECES_AT_ONCE = 16
 """Pieces of a row that the merge loads at most before it waits for one."""
 
@@ -181,11 +176,7 @@ _PIECES_AT_ONCE = 16
 def launch_all(
     given: Arguments, config: TwoLaunchConfig | ClusterConfig, result: tuple[Tensor, Tensor, Tensor]
 ) -> None:
-    """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked.
-
-    Raises:
-        KernelFailedError: A kernel cannot be compiled or launched here.
-    """
+    """Run the kernels and merge their pieces into `result`, a `SlimPartial`; arguments and parameters are checked."""
     rows, heads, _, head_dim = given.query.shape
     rank, device, on_clusters = given.coordinates.shape[2], given.keys.device, isinstance(config, ClusterConfig)
     with launching(Kernel.CLUSTER if on_clusters else Kernel.SLIM, device):
@@ -195,39 +186,31 @@ def launch_all(
             groups, tile, parts = _in_two_launches(given, config)
         block = 512
         most_tiles = rows * triton.cdiv(given.keys.shape[1], tile)
+        # At least the pieces of a row, where rows are as long as each other.
+        at_once = min(_PIECES_AT_ONCE, power_of_two(triton.cdiv(groups, rows) + 1))
         launch(
             merge_pieces,
             (rows * heads, triton.cdiv(heads * head_dim, block) + triton.cdiv(rank, block)),
-            *parts,
-            given.first_slots,
-            given.lengths,
-            *result,
-            rows,
-            groups,
+            *(*parts, given.first_slots, given.lengths, *result, rows, groups),
             KEYS=heads * head_dim,
             BLOCK=block,
-            MERGE=_pieces_at_once(groups, rows) if not interpreted() else 1,
+            MERGE=at_once if not interpreted() else 1,
             HEADS=heads,
             RANK=rank,
             WIDE=(most_tiles + 1) * (groups + 1) >= 2**31,
             STARTS=given.starts is not None,
             BLOCK_T=tile,
-            BLOCK_ROWS=triton.next_power_of_2(rows),
+            BLOCK_ROWS=power_of_two(rows),
             num_warps=4,
         )
 
 
-def _pieces_at_once(groups: int, rows: int) -> int:
-    """At least the pieces of a row, where rows are as long as each other."""
-    return min(_PIECES_AT_ONCE, triton.next_power_of_2(triton.cdiv(groups, rows) + 1))
-
-
 _Launched = tuple[int, int, tuple[Tensor, Tensor]]
-"""Groups, tokens per tile, and what their pieces hold."""
+"""Groups, tokens per tile, and the pieces' averages and log-sum-exp."""
 
 
 def cluster_shape(given: Arguments, config: ClusterConfig) -> ClusterShape:
-    """What the cluster kernel is compiled for; without RoPE without the offset, which `slim_decode` adds later."""
+    """The shape that the kernel is compiled for; without RoPE it has no offset, which `slim_decode` adds later."""
     _, heads, _, head_dim = given.query.shape
     return ClusterShape(
         heads,
@@ -254,20 +237,9 @@ def _on_clusters(given: Arguments, config: ClusterConfig) -> _Launched:
     kernel.launch(
         groups * config.members,
         [
-            query,
-            *tensor_maps(keys, coordinates, shape),
-            *(given.scales or (lse, lse)),
-            *given.read_only(lse)[2:],
-            turns,
-            given.first_slots,
-            given.lengths,
-            averages,
-            lse,
-            rows,
-            given.scale * LOG2E.value,
-            *query.stride()[:2],
-            given.table_row_stride,
-            *scale_strides,
+            *(query, *tensor_maps(keys, coordinates, shape), *(given.scales or (lse, lse))),
+            *(*given.read_only(lse), turns, given.first_slots, given.lengths, averages, lse),
+            *(rows, given.scale * LOG2E.value, *query.stride()[:2], given.table_row_stride, *scale_strides),
         ],
         device,
     )
@@ -303,22 +275,10 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
         launch(
             slim_partials,
             (groups * members,),
-            query,
-            *numbers,
-            *(scales or (lse, lse)),
-            *given.read_only(lse)[2:],
-            given.first_slots,
-            given.lengths,
-            scores,
-            averages,
-            lse,
-            rows,
-            groups,
-            given.scale * LOG2E.value,
-            *query.stride()[:2],
-            *key_strides,
-            *coordinate_strides,
-            given.table_row_stride,
+            *(query, *numbers, *(scales or (lse, lse)), *given.read_only(lse)),
+            *(given.first_slots, given.lengths, scores, averages, lse),
+            *(rows, groups, given.scale * LOG2E.value, *query.stride()[:2]),
+            *(*key_strides, *coordinate_strides, given.table_row_stride),
             HEADS=heads,
             HEAD_DIM=head_dim,
             ROTARY=given.rotary_dim,
@@ -327,11 +287,11 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
             STARTS=given.starts is not None,
             MEMBERS=members,
             OWN=config.own_heads,
-            HALF=triton.next_power_of_2(head_dim // 2),
+            HALF=power_of_two(head_dim // 2),
             BLOCK_H=block_h,
             BLOCK_R=block_r,
             BLOCK_T=config.block_t,
-            BLOCK_ROWS=triton.next_power_of_2(rows),
+            BLOCK_ROWS=power_of_two(rows),
             PARTS=1 if keys.dtype == torch.float32 else config.parts,
             APART=config.apart,
             WIDE=keys.dtype == torch.bfloat16 and interpreted(),  # whose products of bf16 are wrong

@@ -1,64 +1,57 @@
-"""The slim decode kernel on thread block clusters, for GPUs of compute capability 9.0 and later."""
+"""The slim decode kernel on thread block clusters, for GPUs of compute capability 9.0 and later.
+
+It is CUDA C++, compiled at run time with NVRTC for the GPU at hand. cuda-bindings, which PyTorch installs with its
+CUDA builds, brings the compiler; no CUDA toolkit is needed.
+"""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cuda_module import CudaKernel, load_kernel, tensor_map
 from .inputs import EIGHT_BITS
 
+_HEADERS = ("instructions.cuh", "layout.cuh", "scales.cuh", "scores.cuh", "averages.cuh")
 _THREADS = 512  # per block: three warpgroups that score or add, and one of warps with other roles
 _MOST_SUMS = {1: 160, 2: 120}  # accumulators per thread that fit into registers, by the number of adding warpgroups
 
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Launch parameters of `slim_decode` on thread block clusters.
+    """Launch parameters of `slim_decode` on thread block clusters."""
 
-    Attributes:
-        members: Blocks per cluster, which divide the heads: 1, 2, 4 or 8.
-        tile: Tokens per tile: 32 or 64.
-        stages: Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
-            exchanged, one that is being added, and the others on their way.
-        lead: Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights.
-        clusters: Clusters at most; as many as run at the same time when None.
-        copies: Tiles of 8 bits in shared memory, 2 to as many as `stages`, which then hold dequantised tiles; None for
-            16 bits.
-    """
-
-    members: int
-    tile: int = 32
+    members: int  # blocks per cluster, which divide the heads: 1, 2, 4 or 8
+    tile: int = 32  # tokens per tile: 32 or 64
+    # Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
+    # exchanged, one that is being added, and the others on their way
     stages: int = 6
+    # Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights
     lead: int = 4
-    clusters: int | None = None
+    clusters: int | None = None  # clusters at most; as many as run at the same time when None
+    # Tiles of 8 bits in shared memory, 2 to as many as `stages`, which then hold dequantised tiles; None for 16 bits
     copies: int | None = None
 
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """What a kernel is compiled for.
-
-    Attributes:
-        rotary_dim: Elements of a head that RoPE rotates: all or none.
-        offset: Whether keys have an offset.
-        starts: Whether rows begin with padding.
-        dtype: Dtype of the cached keys: fp16, bf16, or one of 8 bits.
-        config: Launch parameters.
-    """
+    """The layer, cache and launch parameters that a kernel is compiled for."""
 
     heads: int
     head_dim: int
     rank: int
-    rotary_dim: int
-    offset: bool
-    starts: bool
-    dtype: torch.dtype
-    config: ClusterConfig
+    rotary_dim: int  # elements of a head that RoPE rotates: all or none
+    offset: bool  # whether keys have an offset
+    starts: bool  # whether rows begin with padding
+    dtype: torch.dtype  # dtype of the cached keys: fp16, bf16, or one of 8 bits
+    config: ClusterConfig  # launch parameters
 
     @property
     def shared_bytes(self) -> int:
@@ -114,8 +107,8 @@ class ClusterShape:
             return f"clusters take keys in fp16, bf16, int8 and float8_e4m3fn, got {self.dtype}"
         if self.head_dim not in (64, 128, 256) or self.rotary_dim not in (0, self.head_dim) or self.rank % 8:
             return (
-                "clusters take heads of 64, 128 or 256 numbers, of which RoPE rotates all or none, and multiples of 8 "
-                f"V-coordinates, got {self.head_dim}, {self.rotary_dim} and {self.rank}"
+                "clusters take heads of 64, 128 or 256 elements, of which RoPE rotates all or none, and V-coordinates "
+                f"in multiples of 8, got {self.head_dim}, {self.rotary_dim} and {self.rank}"
             )
         if config.members not in (1, 2, 4, 8) or self.heads % config.members:
             return f"clusters have 1, 2, 4 or 8 members, which divide the heads, got {config.members} and {self.heads}"
@@ -150,17 +143,22 @@ class ClusterShape:
 
 @lru_cache
 def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKernel, int]:
-    """The kernel for a device, and the number of clusters that run on it at the same time."""
+    """The kernel for a device, and the number of clusters that run on it at the same time.
+
+    Raises:
+        RuntimeError: It does not compile, or the driver refuses; the message has the compiler's first error.
+    """
+    from cuda.bindings import driver
+
     with torch.cuda.device(device):
-        kernel = load_kernel(
-            "slim_cluster",
-            f"{__package__}.cuda",
-            "cluster.cu",
-            shape.numbers(),
-            headers=["instructions.cuh", "layout.cuh", "scales.cuh", "scores.cuh", "averages.cuh"],
-            threads=_THREADS,
-            shared_bytes=shape.shared_bytes,
-        )
+        major, minor = torch.cuda.get_device_capability()
+        torch.cuda.current_stream().synchronize()  # which makes PyTorch's context the current one
+        architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with this architecture's own instructions
+        (module,) = _checked(driver.cuModuleLoadData(_compiled(shape.numbers(), architecture)))
+        (function,) = _checked(driver.cuModuleGetFunction(module, b"slim_cluster"))
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(function, limit, shape.shared_bytes))
+        kernel = CudaKernel(function, _THREADS, shape.shared_bytes)
         return kernel, kernel.most_clusters(shape.config.members)
 
 
@@ -185,3 +183,142 @@ def tensor_maps(keys: Tensor, coordinates: Tensor, shape: ClusterShape) -> tuple
     row, token = (stride * size for stride in coordinates.stride()[:2])
     sizes = (rows, 1, slots, shape.rank * size // 2)
     return of_keys, tensor_map(coordinates.data_ptr(), sizes, (row, 16, token), (1, 1, tile, 64), bf16=bf16)
+
+
+def cuda_bindings_are_installed() -> bool:
+    """Whether kernels can be compiled here."""
+    try:
+        return find_spec("cuda.bindings") is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A loaded kernel."""
+
+    function: Any  # the driver's handle
+    threads: int  # threads per block
+    shared_bytes: int  # dynamic shared memory per block
+
+    def launch(self, blocks: int, arguments: Sequence[Any], device: torch.device) -> None:
+        """Launch on the device's current stream.
+
+        Args:
+            blocks: Blocks of the one-dimensional grid.
+            arguments: Tensor maps, tensors (passed as addresses), integers (64 bits) and floats (32 bits).
+            device: The tensors' device.
+
+        Raises:
+            RuntimeError: The driver refuses.
+        """
+        from cuda.bindings import driver
+
+        values, types = zip(*map(_argument, arguments))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        with torch.cuda.device(device):
+            _checked(
+                driver.cuLaunchKernel(
+                    self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, (values, types), 0
+                )
+            )
+
+    def most_clusters(self, size: int) -> int:
+        """Number of clusters of `size` blocks that the current device runs at the same time."""
+        from cuda.bindings import driver
+
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = size, 1, 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = size, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.attrs, config.numAttrs = [cluster], 1
+        (count,) = _checked(driver.cuOccupancyMaxActiveClusters(self.function, config))
+        return int(count)
+
+
+def _compiled(numbers: Mapping[str, int], architecture: str) -> bytes:
+    """Machine code of the source with these macros, for an architecture such as ``sm_90``; needs no GPU."""
+    from cuda.bindings import nvrtc
+
+    folder = Path(__file__).with_name("cuda")
+    source, *headers = ((folder / name).read_bytes() for name in ("cluster.cu", *_HEADERS))
+    names = [name.encode() for name in _HEADERS]
+    (program,) = _checked(nvrtc.nvrtcCreateProgram(source, b"kernel.cu", len(names), headers, names))
+    options = [
+        f"--gpu-architecture={architecture}",
+        "-std=c++17",
+        "--device-as-default-execution-space",
+        *(f"-D{key}={value}" for key, value in numbers.items()),
+    ]
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            (size,) = _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            log = bytes(size)
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            errors = [line for line in log.decode().splitlines() if "error" in line]
+            raise RuntimeError(errors[0] if errors else f"NVRTC: {result}")
+        (size,) = _checked(nvrtc.nvrtcGetCUBINSize(program))
+        code = bytes(size)
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@lru_cache(maxsize=1024)
+def tensor_map(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, bf16: bool
+) -> Any:
+    """Describe a tensor of 16-bit elements, for copies of boxes into shared memory, with zeros outside the tensor.
+
+    The last dimension of a box takes 128 bytes. Chunks of 16 bytes are permuted within them, by the index in the
+    dimension before, modulo 8.
+
+    Args:
+        address: Address of the first element, a multiple of 16 bytes.
+        shape: Up to five dimensions.
+        strides: Strides of all dimensions but the last, in bytes, multiples of 16.
+        box: Shape of a copy, with 64 in the last dimension.
+        bf16: Whether elements are bf16, or else fp16.
+
+    Raises:
+        RuntimeError: The driver refuses.
+    """
+    from cuda.bindings import driver
+
+    types = driver.CUtensorMapDataType
+    (described,) = _checked(
+        driver.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if bf16 else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            len(shape),
+            address,
+            [driver.cuuint64_t(size) for size in reversed(shape)],
+            [driver.cuuint64_t(max(stride, 16)) for stride in reversed(strides)],  # 0 in dimensions of size 1
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * len(shape),
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
+    return described
+
+
+def _argument(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    if isinstance(value, int | float):
+        return value, ctypes.c_longlong if isinstance(value, int) else ctypes.c_float
+    return value, None  # a structure of the driver's
+
+
+def _checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name}")
+    return tuple(values)

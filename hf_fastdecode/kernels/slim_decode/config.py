@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import TypeVar
 
 import torch
-import triton
 
+from ..device import fitted, power_of_two
 from .cluster import ClusterConfig, ClusterShape
 from .inputs import EIGHT_BITS
 
@@ -18,27 +18,17 @@ Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
 @dataclass(frozen=True)
 class TwoLaunchConfig:
-    """Launch parameters of `slim_decode` in two launches.
+    """Launch parameters of `slim_decode` in two launches."""
 
-    Attributes:
-        own_heads: Heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs.
-        block_t: Tokens per tile, a power of 2 from 16.
-        warps: Warps per program.
-        stages: Tiles in flight.
-        parts: Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's
-            error is that of its token's value too, as with keys and values, so that one part errs as fused attention
-            does.
-        apart: Add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate.
-        programs: Programs at most; one per multiprocessor when None.
-    """
-
-    own_heads: int
-    block_t: int = 32
-    warps: int = 8
-    stages: int = 4
+    own_heads: int  # heads per program, a power of 2; a group has ``ceil(heads / own_heads)`` programs
+    block_t: int = 32  # tokens per tile, a power of 2 from 16
+    warps: int = 8  # warps per program
+    stages: int = 4  # tiles in flight
+    # Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's error is that
+    # of its token's value too, as with keys and values, so that one part errs as fused attention does.
     parts: int = 2
-    apart: bool = True
-    programs: int | None = None
+    apart: bool = True  # add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate
+    programs: int | None = None  # programs at most; one per multiprocessor when None
 
 
 def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
@@ -104,25 +94,21 @@ def choose_two_launch_config(
     A program has as many heads as the sums of all heads over their columns allow: tables of RoPE, which each program
     of a group reads, then cost the least. `dtype` is that of the cached keys.
     """
-    padded, width = padded_heads(heads), triton.next_power_of_2(head_dim)
-    own = max(1, min(triton.next_power_of_2(heads), _SUMS // (padded * width)))
+    padded, width = padded_heads(heads), power_of_two(head_dim)
+    own = max(1, min(power_of_two(heads), _SUMS // (padded * width)))
     config = TwoLaunchConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
-    coordinates = rank_block(rank, -(-heads // own))
-    while _shared_bytes(config, width, coordinates, dtype) > shared_memory and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    if _shared_bytes(config, width, coordinates, dtype) > shared_memory:
-        config = replace(config, block_t=16)
-    return config
+    taken = partial(_shared_bytes, width=width, coordinates=rank_block(rank, -(-heads // own)), dtype=dtype)
+    return fitted(config, taken, shared_memory, ("stages", 2), ("block_t", 16))
 
 
 def padded_heads(heads: int) -> int:
     """Heads, padded to what matrix units take."""
-    return max(16, triton.next_power_of_2(heads))
+    return max(16, power_of_two(heads))
 
 
 def rank_block(rank: int, members: int) -> int:
     """V-coordinates per program of a group, at least 8 for each of up to 8 warps; 0 without any."""
-    return max(64, triton.next_power_of_2(-(-rank // members))) if rank else 0
+    return max(64, power_of_two(-(-rank // members))) if rank else 0
 
 
 def _shared_bytes(config: TwoLaunchConfig, width: int, coordinates: int, dtype: torch.dtype) -> int:

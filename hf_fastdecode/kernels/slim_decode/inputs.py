@@ -1,4 +1,4 @@
-"""What `slim_decode` takes, without Triton: RoPE tables, scales of keys in 8 bits, its limits, checks of arguments."""
+"""Arguments of `slim_decode`, without Triton: RoPE tables, scales of keys in 8 bits, limits and checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..device import compute_capability
 from ..failures import Kernel, failure
-from ..forest_decode.limits import HALF_PRECISION, check_table, refusal_of_any_shape
+from ..limits import FLOATS, HALF_PRECISION, MAX_HEAD_DIM, check_numbers, check_table, refusal_of_any_shape
 
 TURNS = 64
 """Positions in the table of rotations within a tile, whose largest size it is, of the kernel on clusters."""
@@ -53,7 +53,7 @@ class Scales(NamedTuple):
     """Views of the scales in a cache of 8 bits, one per token and group of ``head_dim`` neighbouring elements.
 
     A cache holds each token's scales after its elements, in bf16. They are viewed as bytes, since they begin at odd
-    addresses behind an odd number of V-coordinates.
+    addresses after an odd number of V-coordinates.
 
     Attributes:
         keys: ``[rows, slots, 2 * heads]`` uint8, with the strides of the keys.
@@ -64,29 +64,6 @@ class Scales(NamedTuple):
     coordinates: Tensor
 
 
-def check_scales(keys: Tensor, coordinates: Tensor, head_dim: int, scales: Scales | None) -> None:
-    """Raise ValueError for scales that do not belong to a cache, whose other shapes have been checked."""
-    if keys.dtype not in EIGHT_BITS:
-        if scales is not None:
-            raise ValueError(f"scales are for keys in int8 and float8_e4m3fn, got {keys.dtype}; pass None")
-        return
-    if scales is None:
-        raise ValueError(f"keys in {keys.dtype} need scales, got None; pass Scales, views of what follows the numbers")
-    for name, part, own in (("keys", keys, scales.keys), ("coordinates", coordinates, scales.coordinates)):
-        shape = (*part.shape[:2], SCALE_BYTES * -(-part.shape[2] // head_dim))
-        if own.shape != shape or own.dtype != torch.uint8 or own.device != keys.device:
-            raise ValueError(
-                f"scales of {name} must be {list(shape)} uint8 on {keys.device}, got {list(own.shape)} {own.dtype} on "
-                f"{own.device}"
-            )
-        if part.numel() and own.stride() != part.stride():
-            raise ValueError(
-                f"scales of {name} must have the strides of {name}, {part.stride()}, got {own.stride()}; view both in "
-                "the tensor that holds them"
-            )
-
-
-MAX_HEAD_DIM = 256
 MAX_HEADS = 128
 MAX_ROWS = 1024
 FP8_CAPABILITY = (8, 9)
@@ -142,11 +119,9 @@ class Arguments(NamedTuple):
     @property
     def copied(self) -> dict[str, tuple[Tensor, int]]:
         """Parts that the kernel on clusters reads, and the bytes that it reads at once."""
-        scales = () if self.scales is None else self.scales
-        of_scales = zip(("scales of keys", "scales of coordinates"), scales)
-        return {"keys": (self.keys, 16), "coordinates": (self.coordinates, 16)} | {
-            name: (part, 2) for name, part in of_scales
-        }
+        parts = {"keys": (self.keys, 16), "coordinates": (self.coordinates, 16)}
+        of_scales = zip(("scales of keys", "scales of coordinates"), self.scales or ())
+        return parts | {name: (part, 2) for name, part in of_scales}
 
     @property
     def rotary_dim(self) -> int:
@@ -158,10 +133,10 @@ class Arguments(NamedTuple):
         """Elements between the tables of two rows; 0 for tables of all rows."""
         return self.rotary.cos.stride(0) if self.rotary is not None and self.rotary.cos.shape[0] > 1 else 0
 
-    def read_only(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Keys, V-coordinates, key offset, cosines and sines, with `unused` for those that were not given."""
+    def read_only(self, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Key offset, cosines and sines, with `unused` for those that were not given."""
         cos, sin = (unused, unused) if self.rotary is None else self.rotary[:2]
-        return self.keys, self.coordinates, unused if self.key_offset is None else self.key_offset, cos, sin
+        return unused if self.key_offset is None else self.key_offset, cos, sin
 
     def parts(self, groups: int) -> tuple[Tensor, Tensor]:
         """Memory for the pieces: averages ``[pieces, heads, e + r]``, and base-2 log-sum-exp ``[pieces, heads]``."""
@@ -173,11 +148,10 @@ class Arguments(NamedTuple):
 
 def check_arguments(given: Arguments) -> None:
     """Raise ValueError against out-of-bounds accesses; contents of device tensors are not checked."""
-    query, keys, coordinates, lengths, scale, key_offset, rotary, starts, scales = given
+    query, keys = given.query, given.keys
     if query.ndim != 4 or query.shape[2] != 1 or query.shape[3] % 2:
         raise ValueError(f"query must be [rows, heads, 1, head_dim] with an even head_dim, got {list(query.shape)}")
-    rows, heads, _, head_dim = query.shape
-    if keys.dtype not in (torch.float16, torch.bfloat16, torch.float32, *EIGHT_BITS):
+    if keys.dtype not in (*FLOATS, *EIGHT_BITS):
         raise ValueError(f"keys must be fp16, bf16, fp32, int8 or float8_e4m3fn, got {keys.dtype}")
     eight_bits = keys.dtype in EIGHT_BITS
     if query.dtype not in (torch.float32, torch.float32 if eight_bits else keys.dtype) or query.stride(3) != 1:
@@ -185,37 +159,60 @@ def check_arguments(given: Arguments) -> None:
             f"query must be float32{'' if eight_bits else f' or {keys.dtype}'}, contiguous in the last dimension, got "
             f"{query.dtype} with strides {query.stride()}"
         )
+    rows, heads, _, head_dim = query.shape
+    _check_cache(given, rows, heads * head_dim)
+    _check_scales(keys, given.coordinates, head_dim, given.scales)
+    check_table("lengths", given.lengths, (rows,), torch.int32)
+    check_table("starts", given.starts, (rows,), torch.int32)
+    check_table("key_offset", given.key_offset, (heads * head_dim,), torch.float32)
+    if given.rotary is not None:
+        _check_tables(given.rotary, rows, keys.shape[1], head_dim)
+    check_numbers(given.scale)
+
+
+def _check_cache(given: Arguments, rows: int, columns: int) -> None:
+    keys = given.keys
     slots = keys.shape[1] if keys.ndim == 3 else -1
-    for name, part, width in (("keys", keys, heads * head_dim), ("coordinates", coordinates, -1)):
+    for name, part, width in (("keys", keys, columns), ("coordinates", given.coordinates, -1)):
         wanted = width if width >= 0 else part.shape[-1]
         if part.shape != (rows, slots, wanted) or part.dtype != keys.dtype:
-            raise ValueError(
-                f"{name} must be [{rows}, {slots}, {'r' if width < 0 else width}] {keys.dtype}, got "
-                f"{list(part.shape)} {part.dtype}"
-            )
+            shape = f"[{rows}, {slots}, {'r' if width < 0 else width}]"
+            raise ValueError(f"{name} must be {shape} {keys.dtype}, got {list(part.shape)} {part.dtype}")
         if wanted and part.stride(2) != 1:
             raise ValueError(f"{name} must be contiguous in the last dimension, got strides {part.stride()}")
-    if not eight_bits:  # where scales decide where tokens begin
+    if keys.dtype not in EIGHT_BITS:  # where scales decide where tokens begin
         check_alignment("keys", keys)
-    check_scales(keys, coordinates, head_dim, scales)
-    check_table("lengths", lengths, (rows,), torch.int32)
-    if starts is not None:
-        check_table("starts", starts, (rows,), torch.int32)
-    if key_offset is not None:
-        check_table("key_offset", key_offset, (heads * head_dim,), torch.float32)
-    if rotary is not None:
-        half = rotary[0].shape[-1]
-        if not 0 < half <= head_dim // 2:
-            raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
-        if rotary.turns is not None:
-            check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
-        for name, table in zip(("cos", "sin"), rotary[:2]):
-            of_rows = rows if table.shape[0] != 1 else 1
-            check_table(name, table, (of_rows, slots, half), torch.float32)
-        if rotary[0].shape != rotary[1].shape:
-            raise ValueError(f"cos and sin must have one shape, got {rotary[0].shape} and {rotary[1].shape}")
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
+
+
+def _check_scales(keys: Tensor, coordinates: Tensor, head_dim: int, scales: Scales | None) -> None:
+    """Check that scales belong to a cache, whose other shapes have been checked."""
+    if keys.dtype not in EIGHT_BITS:
+        if scales is not None:
+            raise ValueError(f"scales are for keys in int8 and float8_e4m3fn, got {keys.dtype}; pass None")
+        return
+    if scales is None:
+        raise ValueError(f"keys in {keys.dtype} need scales, got None; pass Scales, views after the elements")
+    for name, part, own in (("keys", keys, scales.keys), ("coordinates", coordinates, scales.coordinates)):
+        shape = (*part.shape[:2], SCALE_BYTES * -(-part.shape[2] // head_dim))
+        if own.shape != shape or own.dtype != torch.uint8 or own.device != keys.device:
+            wanted, found = f"{list(shape)} uint8 on {keys.device}", f"{list(own.shape)} {own.dtype} on {own.device}"
+            raise ValueError(f"scales of {name} must be {wanted}, got {found}")
+        if part.numel() and own.stride() != part.stride():
+            raise ValueError(
+                f"scales of {name} must have the strides of {name}, {part.stride()}, got {own.stride()}; view both in "
+                "the tensor that holds them"
+            )
+
+
+def _check_tables(rotary: RotaryTables, rows: int, slots: int, head_dim: int) -> None:
+    half = rotary.cos.shape[-1]
+    if not 0 < half <= head_dim // 2:
+        raise ValueError(f"rotary tables must have 1 to {head_dim // 2} columns, got {half}")
+    check_table("turns", rotary.turns, (TURNS, 2, half), torch.float32)
+    for name, table in zip(("cos", "sin"), rotary[:2]):
+        check_table(name, table, (rows if table.shape[0] != 1 else 1, slots, half), torch.float32)
+    if rotary.cos.shape != rotary.sin.shape:
+        raise ValueError(f"cos and sin must have one shape, got {rotary.cos.shape} and {rotary.sin.shape}")
 
 
 def is_aligned(part: Tensor, unit: int = 16) -> bool:

@@ -60,12 +60,13 @@ def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ALIGNED: tl
 
 
 @triton.jit
-def rotated_scores(low, high, cosines, sines, query_low, query_high, along, across, ROTARY: tl.constexpr):
+def rotated_scores(low, high, cosines, sines, queries, ROTARY: tl.constexpr):
     """Products ``[T, heads]`` of rotated keys and queries.
 
     ``q R k`` of a pair is ``cos (q1 k1 + q2 k2) + sin (q2 k1 - q1 k2)``; `along` and `across` are what the key offset
     adds to the brackets.
     """
+    query_low, query_high, along, across = queries
     low, high = low.to(tl.float32), high.to(tl.float32)
     products = along + query_low * low + query_high * high
     if ROTARY:
@@ -230,17 +231,8 @@ def slim_partials(
                         sines = tl.load(sin + table_at, mask=in_table, other=0.0)[:, None, :]
                     else:
                         cosines, sines = 1.0, 0.0
-                    products = rotated_scores(
-                        tile_low,
-                        tile_high,
-                        cosines,
-                        sines,
-                        query_low[None, :, :],
-                        query_high[None, :, :],
-                        along[None, :, :],
-                        across[None, :, :],
-                        ROTARY,
-                    )
+                    queries = (query_low[None, :, :], query_high[None, :, :], along[None, :, :], across[None, :, :])
+                    products = rotated_scores(tile_low, tile_high, cosines, sines, queries, ROTARY)
                     products = tl.where(here[:, None], products, -float("inf"))
                     place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
                     sent = (own_head < HEADS)[None, :] & (token_in_tile >= 0)[:, None]

@@ -12,21 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ahead import launch
-from ..device import overlap_options
-from ..failures import Kernel, launching
+from ..ahead import launch_named
+from ..device import overlap_options, power_of_two
+from ..failures import Kernel
+from ..limits import are_contiguous, refused
 
 
 class Gates(NamedTuple):
-    """How decays and betas are made of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``.
+    """Decays and betas of a layer's projections: ``-exp(rate) * softplus(x + bias)`` and ``sigmoid(x)``."""
 
-    Attributes:
-        rates: ``[heads]``, contiguous: logarithms.
-        biases: Likewise.
-    """
-
-    rates: Tensor
-    biases: Tensor
+    rates: Tensor  # ``[heads]``, contiguous: logarithms
+    biases: Tensor  # likewise
 
 
 L2_EPS = 1e-6
@@ -51,20 +47,14 @@ def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, 
 
     Returns:
         ``[rows, channels]`` in the dtype of `x`.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     (rows, channels), (length, taps) = x.shape, (states.shape[-1], weight.shape[-1])
     shapes = states.shape == (rows, channels, length) and weight.shape == (channels, taps) and taps <= length + 1
     shapes = shapes and (bias is None or bias.shape == (channels,))
-    if not shapes or not _contiguous(states, weight, bias):
-        raise ValueError(
-            "convolve takes x [rows, channels], contiguous states [rows, channels, length] and weight [channels, "
-            f"taps], got {tuple(x.shape)}, {tuple(states.shape)} and {tuple(weight.shape)}"
-        )
-    tensors = x, states, weight, weight if bias is None else bias
+    if not shapes or not are_contiguous(states, weight, bias):
+        takes = "x [rows, channels], contiguous states [rows, channels, length] and weight [channels, taps]"
+        raise refused(f"convolve takes {takes}", x, states, weight)
+    tensors = x, states, weight, bias
     constants = {"LENGTH": length, "TAPS": taps, "BIASED": bias is not None, "SILU": silu, "BLOCK": _CHANNELS}
     return _launched("convolve", x.shape, _CHANNELS, tensors, x.stride(), CHANNELS=channels, **constants)
 
@@ -85,10 +75,6 @@ def delta_rule(
 
     Returns:
         ``[rows, heads, value_dim]`` in the dtype of `query`.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     (rows, key_heads, key_dim), (heads, value_dim) = key.shape, value.shape[1:]
     shapes = query.shape == key.shape and value.shape[0] == rows and heads % key_heads == 0 and key_dim <= MOST_WIDTH
@@ -96,14 +82,13 @@ def delta_rule(
         shapes and decay.shape == beta.shape == (rows, heads) and states.shape == (rows, heads, key_dim, value_dim)
     )
     dense = all(one.stride(-1) == 1 for one in (query, key, value, decay, beta))
-    rates, biases = gates or (decay, decay)
-    shapes = shapes and (gates is None or rates.shape == biases.shape == (heads,))
-    if not shapes or not dense or not _contiguous(states, *(gates or ())):
-        raise ValueError(
-            "delta_rule takes query and key [rows, key_heads, key_dim], value [rows, heads, value_dim], decay and "
-            f"beta [rows, heads] and contiguous states [rows, heads, key_dim, value_dim] of up to {MOST_WIDTH} "
-            f"numbers of a key, got {[tuple(one.shape) for one in (query, key, value, decay, beta, states)]}"
-        )
+    rates, biases = gates or (None, None)
+    shapes = shapes and (gates is None or gates.rates.shape == gates.biases.shape == (heads,))
+    if not shapes or not dense or not are_contiguous(states, rates, biases):
+        takes = "query and key [rows, key_heads, key_dim], value [rows, heads, value_dim], decay and beta [rows, "
+        takes += "heads] and contiguous states [rows, heads, key_dim, value_dim]"
+        takes += f" of up to {MOST_WIDTH} elements of a key"
+        raise refused(f"delta_rule takes {takes}", query, key, value, decay, beta, states)
     block_k, block_v = _blocks(key_dim, value_dim)
     tensors = query, key, value, decay, beta, rates, biases, states
     strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], decay.stride(0), beta.stride(0)
@@ -137,22 +122,17 @@ def scan(
 
     Returns:
         ``states @ output + skip * x``, ``[rows, heads, width]`` in the dtype of `x`.
-
-    Raises:
-        ValueError: Shapes or strides are others.
-        KernelFailedError: The kernel cannot be compiled or launched here.
     """
     (rows, heads, width), (groups, size) = x.shape, inputs.shape[1:]
     shapes = inputs.shape == outputs.shape and inputs.shape[0] == rows and heads % groups == 0 and size <= MOST_WIDTH
     shapes = shapes and steps.shape == (rows, heads) and states.shape == (rows, heads, width, size)
     shapes = shapes and rates.shape == skips.shape == biases.shape == (heads,)
     dense = all(one.stride(-1) == 1 for one in (x, inputs, outputs))
-    if not shapes or not dense or not _contiguous(states, rates, skips, biases):
-        raise ValueError(
-            "scan takes x [rows, heads, width], steps [rows, heads], inputs and outputs [rows, groups, size], "
-            f"contiguous states [rows, heads, width, size] of up to {MOST_WIDTH} numbers of an input, and rates, "
-            f"skips and biases [heads], got {[tuple(one.shape) for one in (x, steps, inputs, outputs, states, rates)]}"
-        )
+    if not shapes or not dense or not are_contiguous(states, rates, skips, biases):
+        takes = "x [rows, heads, width], steps [rows, heads], inputs and outputs [rows, groups, size], contiguous "
+        takes += f"states [rows, heads, width, size] of up to {MOST_WIDTH} elements of an input, and rates, skips and "
+        takes += "biases [heads]"
+        raise refused(f"scan takes {takes}", x, steps, inputs, outputs, states, rates)
     block_s, block_w = _blocks(size, width)
     tensors = x, steps, rates, inputs, outputs, skips, biases, states
     strides = *x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]
@@ -165,36 +145,27 @@ def _launched(
     name: str,
     shape: Sequence[int],
     block: int,
-    tensors: tuple[Tensor, ...],
+    tensors: tuple[Tensor | None, ...],
     numbers: tuple[float, ...],
     **constants: int,
 ) -> Tensor:
-    """What a kernel writes: ``shape``, in the dtype of the first tensor; a program writes `block` elements of a row.
+    """The output of a kernel: ``shape``, in the dtype of the first tensor; a program writes `block` elements of a row.
 
     Args:
         name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
-        numbers: The outputs after it.
+        numbers: Arguments after it.
     """
-    out = torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+    first = tensors[0]
+    assert first is not None
+    out = torch.empty(shape, dtype=first.dtype, device=first.device)
     *outer, width = shape
-    with launching(Kernel.STATES, out.device):
-        from . import kernel  # it imports triton, which may be missing
-
-        grid = (prod(outer) * -(-width // block),)
-        launch(getattr(kernel, name), grid, *tensors, out, *numbers, **constants, **overlap_options(out.device))
+    grid, constants = (prod(outer) * -(-width // block),), constants | overlap_options(out.device)
+    launch_named(Kernel.STATES, f"state_steps.kernel.{name}", out.device, grid, *tensors, out, *numbers, **constants)
     return out
 
 
 def _blocks(held: int, cut: int) -> tuple[int, int]:
-    """Of a state ``[held, cut]``, or its transpose, the elements that a program has: all of `held`, some of `cut`."""
-    block = _power_of_two(held)
-    return block, min(_power_of_two(cut), _NUMBERS // block)
-
-
-def _contiguous(*tensors: Tensor | None) -> bool:
-    return all(one is None or one.is_contiguous() for one in tensors)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    """Sizes of a program's block of a state ``[held, cut]``, or of its transpose: all of `held`, some of `cut`."""
+    block = power_of_two(held)
+    return block, min(power_of_two(cut), _NUMBERS // block)

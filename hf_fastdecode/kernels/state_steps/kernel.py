@@ -7,7 +7,8 @@ has written them ended before the previous kernel told this one to start.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ..pointwise.kernel import follow_previous
 
 
 @triton.jit
@@ -32,9 +33,7 @@ def convolve(
     channel = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     kept = channel < CHANNELS
     dtype: tl.constexpr = out.dtype.element_ty
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     new = tl.load(x + row * row_stride + channel * channel_stride, mask=kept, other=0.0)
     state = states + (row * CHANNELS + channel) * LENGTH
     total = tl.zeros([BLOCK], tl.float32)
@@ -95,9 +94,7 @@ def delta_rule(
     kept = in_k[:, None] & in_v[None, :]
     places = states + ((row * HEADS + head) * K + along_k)[:, None] * V + along_v[None, :]
     state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     shared = head // GROUP
     query = tl.load(queries + row * query_row_stride + shared * query_head_stride + along_k, mask=in_k, other=0.0)
     key = tl.load(keys + row * key_row_stride + shared * key_head_stride + along_k, mask=in_k, other=0.0)
@@ -154,9 +151,7 @@ def scan(
     kept = in_w[:, None] & in_s[None, :]
     places = states + ((row * HEADS + head) * WIDTH + along_w)[:, None] * SIZE + along_s[None, :]
     state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    follow_previous(PDL)
     number = tl.load(x + row * x_row_stride + head * x_head_stride + along_w, mask=in_w, other=0.0).to(tl.float32)
     shared = head // GROUP
     given = tl.load(inputs + row * input_row_stride + shared * input_group_stride + along_s, mask=in_s, other=0.0)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..pointwise.reference import wide
 from .api import L2_EPS, Gates
 
 
@@ -22,12 +23,12 @@ def delta_rule(
     """See `api.delta_rule`; the result and the states after the step. Gated DeltaNet, eq. 10."""
     dtype, group = query.dtype, value.shape[1] // query.shape[1]
     if gates is not None:
-        decay = -_wide(gates.rates).exp() * F.softplus(_wide(decay) + _wide(gates.biases))
+        decay = -wide(gates.rates).exp() * F.softplus(wide(decay) + wide(gates.biases))
         beta = beta.sigmoid()
-    query, key, value, decay, beta = map(_wide, (query, key, value, decay, beta))
+    query, key, value, decay, beta = map(wide, (query, key, value, decay, beta))
     query, key = (one * torch.rsqrt(one.pow(2).sum(-1, keepdim=True) + L2_EPS) for one in (query, key))
     query, key = (one.repeat_interleave(group, 1) for one in (query * query.shape[-1] ** -0.5, key))
-    states = _wide(states) * decay.exp()[..., None, None]
+    states = wide(states) * decay.exp()[..., None, None]
     remembered = (states * key[..., None]).sum(-2)
     states = states + key[..., None] * ((value - remembered) * beta[..., None])[..., None, :]
     return (states * query[..., None]).sum(-2).to(dtype), states
@@ -45,13 +46,9 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """See `api.scan`; the result and the states after the step. Mamba-2, eq. 1 with section 5's discretization."""
     dtype, group = x.dtype, x.shape[1] // inputs.shape[1]
-    x, steps, rates, inputs, outputs, skips, biases = map(_wide, (x, steps, rates, inputs, outputs, skips, biases))
+    x, steps, rates, inputs, outputs, skips, biases = map(wide, (x, steps, rates, inputs, outputs, skips, biases))
     inputs, outputs = (one.repeat_interleave(group, 1) for one in (inputs, outputs))
     steps = F.softplus(steps + biases)
-    states = _wide(states) * (steps * rates).exp()[..., None, None]
+    states = wide(states) * (steps * rates).exp()[..., None, None]
     states = states + (steps[..., None] * x)[..., None] * inputs[:, :, None]
     return ((states * outputs[:, :, None]).sum(-1) + skips[:, None] * x).to(dtype), states
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

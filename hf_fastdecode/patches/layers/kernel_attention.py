@@ -249,8 +249,8 @@ def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
 
 def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: Rotation, own_tokens: Tables) -> Tensor:
     from ...kernels.row_products.api import row_products
-    from ...kernels.slim_append.api import append_token
-    from ...kernels.stored_product.api import Term, stored_product
+    from ...kernels.slim_append import append_token
+    from ...kernels.stored_product import Term, stored_product
 
     dtype, rows, slim = inputs.dtype, len(inputs), layer.slim
     stored_dtype = cache_dtype(dtype, layer.layer)

@@ -129,7 +129,7 @@ def _by_kernel(products: Sequence[Product], constant: Tensor | None, in_range: b
     device = products[0].factor.device
     if failure(Kernel.PRODUCT, device) is not None:
         return None
-    from ...kernels.stored_product.api import MOST_ROWS, MOST_TERMS, Term, stored_product
+    from ...kernels.stored_product import MOST_ROWS, MOST_TERMS, Term, stored_product
 
     if len(products[0].factor) > MOST_ROWS or len(products) > MOST_TERMS:
         return None

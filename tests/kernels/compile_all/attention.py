@@ -16,7 +16,7 @@ from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
 
-from .pretended import CUDA
+from .pretended import CUDA, made
 
 
 def attend_everything() -> None:
@@ -34,50 +34,34 @@ def attend_everything() -> None:
         (1, 3),  # tokens of a row
     )
     for (head_dim, (group, kv_heads), rows, context, queries), dtype, scoring in zip(layouts, dtypes, scorings):
-        forest = Forest(rows, [Node(Span(0, 0, context), 0, rows)] if context else [])
-        attend(dtype, head_dim, group, kv_heads, forest, queries, scoring)
+        attend(dtype, head_dim, group, kv_heads, shared(rows, context), queries, scoring)
     # Many tokens of a row, as of prompt lookup; 256 packed queries of 256 numbers are more than small GPUs hold.
     for head_dim, (group, kv_heads), rows in product((64, 128, 256), ((2, 8), (4, 8), (7, 4), (8, 1)), (1, 40)):
-        attend(
-            torch.bfloat16,
-            head_dim,
-            group,
-            kv_heads,
-            Forest(rows, [Node(Span(0, 0, 300), 0, rows)]),
-            16,
-            Scoring(0.1, None, None, None),
-        )
+        attend(torch.bfloat16, head_dim, group, kv_heads, shared(rows, 300), 16, Scoring(0.1))
     for dtype, softcap, (group, kv_heads), head_dim in product(
         (torch.bfloat16, torch.float16), (None, 30.0), ((1, 32), (4, 8), (16, 1)), (64, 80, 128)
     ):
-        attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap, None, None))
+        attend(dtype, head_dim, group, kv_heads, deep_tree(), 1, Scoring(0.1, softcap))
     for head_dim, rows, queries in product((64, 128), (1, 16, 32, 64, 128), (1, 3)):
         biased = Scoring(1.0, distances=torch.empty(32, 129, device=CUDA))
-        attend(torch.bfloat16, head_dim, 1, 32, Forest(rows, [Node(Span(0, 0, 4), 0, rows)]), queries, biased)
+        attend(torch.bfloat16, head_dim, 1, 32, shared(rows, 4), queries, biased)
 
 
 def attend_to_latents() -> None:
     """Decode steps of multi-head latent attention."""
     for (latent, rest), rows, queries in product(((512, 64), (256, 64), (256, 32)), (1, 7, 64), (1, 3)):
-        forest = Forest(rows, [Node(Span(0, 0, 8192), 0, rows)])
-        scoring = Scoring(0.1, None, None, None)
-        attend(torch.bfloat16, latent, 16, 2, forest, queries, scoring, rest)
+        attend(torch.bfloat16, latent, 16, 2, shared(rows, 8192), queries, Scoring(0.1), rest)
     for (head_dim, rest), rows, queries in product(((128, 64), (256, 64), (64, 32)), (16, 64, 128), (1, 3)):
-        attend_to_expanded_latents(head_dim, rest, rows, queries)
+        # The nodes as keys and values that were made of latents.
+        query = made(rows, 16, queries, head_dim + rest, dtype=torch.bfloat16)
+        plan = LaunchPlan(shared(rows, 8192), HeadShape(16, queries, head_dim, False, rest=rest), CUDA)
+        tables = made(4, 1, dtype=torch.int64), made(rows, dtype=torch.int32), plan.schedule(plan.grid), plan.config
+        forest_partial(query, *tables, kv_heads=16, scale=0.1, rest=rest)
 
 
-def attend_to_expanded_latents(head_dim: int, rest: int, rows: int, queries: int) -> None:
-    """The nodes of a decode step as keys and values that were made of latents."""
-    query = torch.empty(rows, 16, queries, head_dim + rest, dtype=torch.bfloat16, device=CUDA)
-    plan = LaunchPlan(
-        Forest(rows, [Node(Span(0, 0, 8192), 0, rows)]), HeadShape(16, queries, head_dim, False, rest=rest), CUDA
-    )
-    addresses, slots = (
-        torch.empty(4, 1, dtype=torch.int64, device=CUDA),
-        torch.empty(rows, dtype=torch.int32, device=CUDA),
-    )
-    schedule = plan.schedule(plan.grid)
-    forest_partial(query, addresses, slots, schedule, plan.config, kv_heads=16, scale=0.1, rest=rest)
+def shared(rows: int, tokens: int) -> Forest:
+    """A node that all rows share."""
+    return Forest(rows, [Node(Span(0, 0, tokens), 0, rows)])
 
 
 def deep_tree() -> Forest:
@@ -103,20 +87,17 @@ def attend(
 ) -> None:
     """One decode step of a layer, with suffixes that are short and long, in order and reordered."""
 
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=CUDA)
-
     rows = forest.rows
-    query = empty(rows, group * kv_heads, queries, head_dim + rest)
-    new = empty(rows, kv_heads, queries, head_dim), empty(rows, kv_heads, queries, rest or head_dim)
+    query = made(rows, group * kv_heads, queries, head_dim + rest, dtype=dtype)
+    new = tuple(made(rows, kv_heads, queries, width, dtype=dtype) for width in (head_dim, rest or head_dim))
     if scoring.sinks is not None:
-        scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, empty(group * kv_heads, dtype=torch.float32))
-    addresses = empty(3, len(forest.nodes), dtype=torch.int64), empty(4, dtype=torch.int64)
-    rows_of = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+        scoring = Scoring(scoring.scale, scoring.softcap, scoring.window, made(group * kv_heads))
+    addresses = made(3, len(forest.nodes), dtype=torch.int64), made(4, dtype=torch.int64)
+    rows_of = made(rows, dtype=torch.int32), made(rows, dtype=torch.int32)
     plan = LaunchPlan(forest, HeadShape.of(query, new[0], scoring), CUDA)
     for programs in {plan.programs(0), plan.programs(2000)}:
         schedule = plan.schedule(programs)
-        for origins in (None, empty(rows, 4096, dtype=torch.int32)):
+        for origins in (None, made(rows, 4096, dtype=torch.int32)):
             run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
         if not rest:
             attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
@@ -137,14 +118,11 @@ def attend_in_parts(
     if scoring.window is not None or scoring.distances is not None:
         return
     forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
-    other = (
-        torch.empty(query.shape, dtype=torch.float32, device=CUDA),
-        torch.empty(query.shape[:-1], dtype=torch.float32, device=CUDA),
-    )
-    merge_ranks(torch.empty(2, query.numel() + query[..., 0].numel(), dtype=torch.float32, device=CUDA), *other)
+    other = made(*query.shape), made(*query.shape[:-1])
+    merge_ranks(made(2, query.numel() + query[..., 0].numel()), *other)
     parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
     forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
-    divided = torch.empty(3, query.shape[0], dtype=torch.int32, device=CUDA)
+    divided = made(3, query.shape[0], dtype=torch.int32)
     parts |= {"other": None, "into": other}
     forest_decode(query, *new, *addresses, rows_of[0], divided, schedule, config, **parts)
 
@@ -155,13 +133,11 @@ def prefill_everything() -> None:
     for (head_dim, (group, kv_heads), dtype), (softcap, sinks) in product(
         layouts, product((None, 30.0), (False, True))
     ):
-        query = torch.empty(group * kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
-        keys = torch.empty(kv_heads, 1000, head_dim, dtype=dtype, device=CUDA)
-        intervals = torch.empty(3, 1000, dtype=torch.int32, device=CUDA)
-        earlier = tuple(
-            torch.empty(shape, dtype=torch.float32, device=CUDA) for shape in (query.shape, query.shape[:2])
-        )
-        own = torch.empty(len(query), dtype=torch.float32, device=CUDA) if sinks else None
+        query = made(group * kv_heads, 1000, head_dim, dtype=dtype)
+        keys = made(kv_heads, 1000, head_dim, dtype=dtype)
+        intervals = made(3, 1000, dtype=torch.int32)
+        earlier = made(*query.shape), made(*query.shape[:2])
+        own = made(len(query)) if sinks else None
         options = {"scale": 0.1, "soft_cap": softcap}
         prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
         for before in (None, earlier):

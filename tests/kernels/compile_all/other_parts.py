@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -25,25 +26,25 @@ from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.state_steps.api import Gates, convolve, delta_rule, scan
 
-from .pretended import CUDA, Claimed
+from .pretended import CUDA, Claimed, made
 
 
 def draw_everything() -> None:
     """A token from vocabularies of all sizes, with every feature of the sampling kernel."""
     switches = product((1000, 32_000, 151_936), (torch.bfloat16, torch.float16, torch.float32), *[(False, True)] * 5)
     for vocabulary, dtype, greedy, top_k, typical, penalty, ends in switches:
-        marks = torch.empty(2, vocabulary, dtype=torch.int8, device=CUDA) if ends else None
+        marks = made(2, vocabulary, dtype=torch.int8) if ends else None
         features = {"top_k": top_k, "typical": typical, "penalty": penalty}
         settings = Settings("cpu", greedy=greedy, eos_token_ids=[1, 2] * ends, suppressed=marks, **features)
-        logits = torch.empty(3, vocabulary, dtype=dtype, device=CUDA)
-        seen = torch.empty(3, (vocabulary + 31) // 32, dtype=torch.int32, device=CUDA)
-        sample(logits, torch.empty(3, dtype=torch.int32, device=CUDA), settings, seen=seen)
+        logits = made(3, vocabulary, dtype=dtype)
+        seen = made(3, (vocabulary + 31) // 32, dtype=torch.int32)
+        sample(logits, made(3, dtype=torch.int32), settings, seen=seen)
 
 
 def compute_between_products() -> None:
     """RMSNorm, rotary embedding and gated activations of models of many widths."""
     for dtype, columns in product((torch.bfloat16, torch.float16), (64, 80, 128, 1000, 4096, 16384)):
-        x = torch.empty(3, columns, dtype=dtype, device=CUDA)
+        x = made(3, columns, dtype=dtype)
         for form in NormForm:
             rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
         for gated_form in GatedNormForm:
@@ -53,8 +54,8 @@ def compute_between_products() -> None:
     for dtype, (head_dim, rotary), heads in product(
         (torch.bfloat16, torch.float16), ((64, 64), (80, 32), (128, 128), (256, 256)), ((32, 8), (12, 1))
     ):
-        queries, keys = (torch.empty(2, count, 5, head_dim, dtype=dtype, device=CUDA) for count in heads)
-        cos = torch.empty(1, 5, rotary, dtype=dtype, device=CUDA)
+        queries, keys = (made(2, count, 5, head_dim, dtype=dtype) for count in heads)
+        cos = made(1, 5, rotary, dtype=dtype)
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
         rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
@@ -65,8 +66,8 @@ def multiply_few_rows() -> None:
     hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
     counts = (1, 17, 33, 128) if hopper else (1, 17)
     for dtype, rows, width in product((torch.bfloat16, torch.float16), counts, (4096, 2880)):
-        inputs, weight = (torch.empty(count, width, dtype=dtype, device=CUDA) for count in (rows, 4096))
-        bias = torch.empty(4096, dtype=dtype, device=CUDA)
+        inputs, weight = (made(count, width, dtype=dtype) for count in (rows, 4096))
+        bias = made(4096, dtype=dtype)
         for own in (None, bias):
             row_products(inputs, [weight] * 3, [own] * 3)
         if rows <= MOST_PORTABLE_ROWS:
@@ -86,20 +87,20 @@ def run_experts() -> None:
         shapes = [(count, 2 * inner, hidden), (count, hidden, inner)]
         if transposed:
             shapes = [(first, third, second) for first, second, third in shapes]
-        parts = [torch.empty(shape, dtype=dtype, device=CUDA) for shape in shapes]
-        biases = [torch.empty(count, width, dtype=dtype, device=CUDA) for width in (2 * inner, hidden)]
+        parts = [made(*shape, dtype=dtype) for shape in shapes]
+        biases = [made(count, width, dtype=dtype) for width in (2 * inner, hidden)]
         most = min(MOST_PAIRS, MOST_OF_AN_EXPERT * count) // per_row
         for rows in (1, 8, most // 4, most // 2, most):
-            x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
-            chosen = torch.empty(rows, per_row, dtype=torch.int64, device=CUDA)
-            shares = torch.empty(rows, per_row, dtype=dtype, device=CUDA)
+            x = made(rows, hidden, dtype=dtype)
+            chosen = made(rows, per_row, dtype=torch.int64)
+            shares = made(rows, per_row, dtype=dtype)
             layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
-        largest(torch.empty(3, count, dtype=dtype, device=CUDA), per_row)
-        x, pairs = torch.empty(3, hidden, dtype=dtype, device=CUDA), 3 * per_row
-        chosen = torch.empty(3, per_row, dtype=torch.int64, device=CUDA)
-        gate_up = torch.empty(pairs, 2 * inner, dtype=dtype, device=CUDA)
+        largest(made(3, count, dtype=dtype), per_row)
+        x, pairs = made(3, hidden, dtype=dtype), 3 * per_row
+        chosen = made(3, per_row, dtype=torch.int64)
+        gate_up = made(pairs, 2 * inner, dtype=dtype)
         listed = (chosen.view(-1), chosen.view(-1), chosen)
         with (
             patch.object(grouped, "_sorted", lambda *_, listed=listed: listed),
@@ -107,27 +108,24 @@ def run_experts() -> None:
         ):
             for layout, activation in product(layouts, Activation):
                 grouped.grouped_experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
-        router = torch.empty(count, hidden, dtype=dtype, device=CUDA)
-        bias = torch.empty(count, dtype=dtype, device=CUDA)
+        router = made(count, hidden, dtype=dtype)
+        bias = made(count, dtype=dtype)
         for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):
-            x = torch.empty(rows, hidden, dtype=dtype, device=CUDA)
+            x = made(rows, hidden, dtype=dtype)
             route(x, router, own, Routing(per_row, first, whole))
 
 
 def step_states() -> None:
     """Steps of layers with states of many sizes."""
     for dtype, kept in product((torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)):
-
-        def made(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device=CUDA)
-
+        half = partial(made, dtype=dtype)
         for (length, taps), silu in product(((4, 4), (3, 3), (3, 4)), (False, True)):
-            convolve(made(3, 8192), made(3, 8192, length), made(8192, taps), made(8192) if silu else None, silu=silu)
+            convolve(half(3, 8192), half(3, 8192, length), half(8192, taps), half(8192) if silu else None, silu=silu)
         for key_heads, heads, key_dim, value_dim in ((16, 32, 128, 128), (4, 4, 24, 40), (2, 2, 256, 256)):
-            keys, states = made(3, key_heads, key_dim), made(3, heads, key_dim, value_dim, dtype=kept)
-            for gates in (None, Gates(made(heads), made(heads))):
-                delta_rule(keys, keys, made(3, heads, value_dim), made(3, heads), made(3, heads), states, gates)
+            keys, states = half(3, key_heads, key_dim), made(3, heads, key_dim, value_dim, dtype=kept)
+            for gates in (None, Gates(half(heads), half(heads))):
+                delta_rule(keys, keys, half(3, heads, value_dim), half(3, heads), half(3, heads), states, gates)
         for groups, heads, width, size in ((8, 128, 64, 128), (1, 3, 24, 16), (1, 2, 128, 256)):
-            inputs, rates, of_heads = made(3, groups, size), made(heads, dtype=torch.float32), made(heads)
+            inputs, rates, of_heads = half(3, groups, size), made(heads), half(heads)
             states = made(3, heads, width, size, dtype=kept)
-            scan(made(3, heads, width), made(3, heads), rates, inputs, inputs, of_heads, of_heads, states)
+            scan(half(3, heads, width), half(3, heads), rates, inputs, inputs, of_heads, of_heads, states)

@@ -42,6 +42,11 @@ class Claimed(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
+def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor on the pretended GPU, without memory."""
+    return torch.empty(shape, dtype=dtype, device=CUDA)
+
+
 class Claiming(TorchFunctionMode):
     """Within, tensors that are made on a GPU, or moved there, only claim to be. (FakeTensorMode takes much longer.)"""
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.kernels.slim_append.api import append_token
+from hf_fastdecode.kernels.slim_append import append_token
 from hf_fastdecode.kernels.slim_decode.api import RotaryTables, Scales, slim_decode
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.inputs import FP8_CAPABILITY
-from hf_fastdecode.kernels.stored_product.api import MOST_ROWS, Term, stored_product
+from hf_fastdecode.kernels.stored_product import MOST_ROWS, Term, stored_product
 
-from .pretended import CUDA, Claimed
+from .pretended import CUDA, Claimed, made
 
 
 def attend_to_slim_caches() -> None:
@@ -33,21 +33,13 @@ def attend_to_slim_caches() -> None:
             continue
         columns, tables = heads * head_dim, int(rotated * head_dim) // 2
 
-        def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=CUDA)
-
-        table = empty(rows if more else 1, 4096, tables, dtype=torch.float32)
-        numbers = empty(rows, dtype=torch.int32)
-        query = empty(rows, heads, 1, head_dim, dtype=torch.float32)
+        table, query = made(rows if more else 1, 4096, tables), made(rows, heads, 1, head_dim)
+        numbers = made(rows, dtype=torch.int32)
         (keys, of_keys), (coordinates, of_coordinates) = (
             slim_part(rows, width, head_dim, dtype) for width in (columns, rank)
         )
         config = choose_two_launch_config(heads, head_dim, rank, dtype, shared_memory=memory)
-        for changes in (
-            {},
-            {"parts": 1},
-            {"apart": False},
-        ):
+        for changes in ({}, {"parts": 1}, {"apart": False}):
             slim_decode(
                 query,
                 keys,
@@ -55,7 +47,7 @@ def attend_to_slim_caches() -> None:
                 numbers,
                 replace(config, **changes),
                 scale=0.1,
-                key_offset=empty(columns, dtype=torch.float32) if more else None,
+                key_offset=made(columns) if more else None,
                 rotary=RotaryTables(table, table) if tables else None,
                 starts=numbers if more else None,
                 scales=Scales(of_keys, of_coordinates) if dtype.itemsize == 1 else None,
@@ -67,9 +59,9 @@ def append_to_slim_caches() -> None:
     layouts = product(((32, 128, 128), (12, 80, 32)), (0, 512), (1, 5), (torch.float16, torch.bfloat16))
     for (heads, head_dim, rotary), rank, rows, dtype in layouts:
         columns = heads * head_dim
-        fp32 = {width: torch.empty(rows, width, dtype=torch.float32, device=CUDA) for width in (columns, rank, rotary)}
-        stored = [torch.empty(rows, 4096, width, dtype=dtype, device=CUDA) for width in (columns, rank)]
-        slots = torch.empty(rows, dtype=torch.int64, device=CUDA)
+        fp32 = {width: made(rows, width) for width in (columns, rank, rotary)}
+        stored = [made(rows, 4096, width, dtype=dtype) for width in (columns, rank)]
+        slots = made(rows, dtype=torch.int64)
         query = fp32[columns].view(rows, heads, head_dim)
         offset, tables = fp32[columns][0].as_subclass(Claimed), (fp32[rotary], fp32[rotary])
         append_token(query, fp32[columns], fp32[rank], offset, tables, slots, tuple(stored))
@@ -81,9 +73,9 @@ def multiply_by_stored_matrices() -> None:
     for (rows, (groups, columns), dtype), second, in_range in product(shapes, (0, 48), (False, True)):
         terms = [
             Term(
-                torch.empty(rows, groups, width, dtype=dtype, device=CUDA),
-                torch.empty(width, groups * columns, dtype=torch.float16, device=CUDA),
-                torch.empty(groups * columns, dtype=torch.float32, device=CUDA),
+                made(rows, groups, width, dtype=dtype),
+                made(width, groups * columns, dtype=torch.float16),
+                made(groups * columns),
             )
             for width in (4096, second)
             if width
@@ -95,6 +87,6 @@ def multiply_by_stored_matrices() -> None:
 def slim_part(rows: int, width: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Numbers of a slim cache, and the scales behind those of 8 bits."""
     size = stored_bytes(width, dtype, head_dim) // dtype.itemsize
-    stored = torch.empty(rows, 4096, size, dtype=dtype, device=CUDA)
+    stored = made(rows, 4096, size, dtype=dtype)
     scales = stored[..., width:].view(torch.uint8)[..., : 2 * -(-width // head_dim)]  # behind which there may be room
     return stored[..., :width].as_subclass(Claimed), scales.as_subclass(Claimed)

@@ -233,13 +233,6 @@ def test_suppression_with_a_penalty_and_end_tokens():
         assert bool((tokens == 5).all()) == (step == 2)
 
 
-def test_where_all_tokens_are_suppressed_none_is_drawn():
-    settings = Settings(DEVICE, suppressed=suppressed_tokens(torch.arange(60), None, 60, DEVICE))
-    tokens, logprobs = sample(random_logits(2, 60), ids_of(2, DEVICE), settings, config=SMALL)
-    assert tokens.tolist() == [0, 0]
-    assert logprobs.isnan().all()
-
-
 def test_marks_leave_out_tokens_beyond_the_vocabulary():
     marks = suppressed_tokens(torch.tensor([1, -1, 4]), torch.tensor([]), 4, "cpu")
     assert marks.tolist() == [[0, 1, 0, 0]] * 2
@@ -279,13 +272,17 @@ def test_rows_may_lie_apart():
     assert_specified(wide[::2, :77], settings_for({"top_p": 0.8}, DEVICE))
 
 
-def test_a_row_whose_tokens_are_all_suppressed():
-    logits, settings = random_logits(2, 3), Settings(DEVICE, eos_token_ids=[0, 1, 2])
-    settings.update(min_new_tokens=1)
+@pytest.mark.parametrize("by", ["end tokens", "marks"])
+def test_where_all_tokens_are_suppressed_none_is_drawn(by):
+    marks = suppressed_tokens(torch.arange(60), None, 60, DEVICE) if by == "marks" else None
+    settings = Settings(DEVICE, eos_token_ids=range(60) if marks is None else (), suppressed=marks)
+    settings.update(min_new_tokens=0 if marks is not None else 1)
+    logits = random_logits(2, 60)
     tokens, logprobs = sample(logits, ids_of(2, DEVICE), settings, config=SMALL)
     expected, expected_logprobs = reference.sample(logits, ids_of(2, DEVICE), settings, columns=SMALL.columns)
     assert tokens.tolist() == expected.tolist() == [0, 0]
-    assert logprobs.isnan().all() and expected_logprobs.isnan().all()
+    assert logprobs.isnan().all()
+    assert expected_logprobs.isnan().all()
 
 
 def test_rows_without_marks_are_skipped():
@@ -307,20 +304,17 @@ def test_rows_without_marks_are_skipped():
 
 def test_settings_refuse_what_they_cannot_do():
     settings = Settings("cpu", top_k=False)
-    with pytest.raises(ValueError, match="top_k=5 needs Settings"):
-        settings.update(top_k=5)
-    with pytest.raises(ValueError, match="temperature must be above 0"):
-        settings.update(temperature=0.0)
-    with pytest.raises(ValueError, match=r"top_p must be within \[0, 1\], got 1.5"):
-        settings.update(top_p=1.5)
-    with pytest.raises(ValueError, match=r"seed must be an integer, got 1\.5"):
-        settings.update(seed=1.5)
-    with pytest.raises(ValueError, match="top_k must be an integer, got inf"):
-        Settings("cpu").update(top_k=float("inf"))
-    with pytest.raises(ValueError, match="seed must be an integer, got nan"):
-        settings.update(seed=float("nan"))
-    with pytest.raises(ValueError, match="step must be at least 0, got -1"):
-        settings.update(step=-1)
+    for change, message in (
+        ({"top_k": 5}, "top_k=5 needs Settings"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"top_p": 1.5}, r"top_p must be within \[0, 1\], got 1.5"),
+        ({"seed": 1.5}, r"seed must be an integer, got 1\.5"),
+        ({"top_k": float("inf")}, "top_k must be an integer, got inf"),
+        ({"seed": float("nan")}, "seed must be an integer, got nan"),
+        ({"step": -1}, "step must be at least 0, got -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            settings.update(**change)
     with pytest.raises(TypeError, match="no setting is called 'top_q'"):
         settings.update(top_q=1)
     assert settings.top_p == 1
@@ -328,26 +322,21 @@ def test_settings_refuse_what_they_cannot_do():
 
 def test_sample_refuses_what_does_not_fit():
     logits, settings = torch.zeros(2, 40), Settings("cpu", penalty=True)
-    for shape in ((40,), (1, 2, 40), (2, 0)):
-        with pytest.raises(ValueError, match=r"logits must be \[rows, vocabulary\], got shape"):
-            sample(torch.zeros(shape), ids_of(2), settings)
-    with pytest.raises(ValueError, match=r"needs seen \[row ids, 2\] int32"):
-        sample(logits, ids_of(2), settings)
     suppressing = Settings("cpu", suppressed=suppressed_tokens(None, None, 41, "cpu"))
-    with pytest.raises(ValueError, match="suppress tokens of a vocabulary of 41, and the logits have 40"):
-        sample(logits, ids_of(2), suppressing)
-    with pytest.raises(ValueError, match=r"fp32, bf16 or fp16, got torch\.float64"):
-        sample(logits.double(), ids_of(2), settings)
-    with pytest.raises(ValueError, match=r"row_ids must be \[2\] int32, contiguous, got \[3\]"):
-        sample(logits, ids_of(3), settings)
-    with pytest.raises(ValueError, match=r"row_ids must be \[2\] int32, contiguous, got .* stride \(2,\)"):
-        sample(logits, ids_of(4)[::2], settings)
-    with pytest.raises(ValueError, match=r"tokens must be \[2\] int64, contiguous, got \[2\] torch.int32"):
-        sample(logits, ids_of(2), settings, tokens=torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"logprobs must be \[2\] float32, contiguous, got .* stride \(2,\)"):
-        sample(logits, ids_of(2), settings, logprobs=torch.zeros(4)[::2])
-    with pytest.raises(ValueError, match="contiguous along the vocabulary"):
-        sample(torch.zeros(40, 2).mT, ids_of(2), settings)
+    shapes = ((torch.zeros(shape), ids_of(2), settings, {}) for shape in ((40,), (1, 2, 40), (2, 0)))
+    for *given, options, message in (
+        *((*one, r"logits must be \[rows, vocabulary\], got shape") for one in shapes),
+        (logits, ids_of(2), settings, {}, r"needs seen \[row ids, 2\] int32"),
+        (logits, ids_of(2), suppressing, {}, "suppress tokens of a vocabulary of 41, and the logits have 40"),
+        (logits.double(), ids_of(2), settings, {}, r"fp32, bf16 or fp16, got torch\.float64"),
+        (logits, ids_of(3), settings, {}, r"row_ids must be \[2\] int32, contiguous .*, got \[3\]"),
+        (logits, ids_of(4)[::2], settings, {}, r"row_ids must be \[2\] int32, contiguous .* strides \(2,\)"),
+        (logits, ids_of(2), settings, {"tokens": ids_of(2)}, r"tokens must be \[2\] int64, .*, got \[2\] int32"),
+        (logits, ids_of(2), settings, {"logprobs": torch.zeros(4)[::2]}, r"logprobs must be .* strides \(2,\)"),
+        (torch.zeros(40, 2).mT, ids_of(2), settings, {}, "contiguous along the vocabulary"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sample(*given, **options)
 
 
 @pytest.mark.gpu

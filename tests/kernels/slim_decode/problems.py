@@ -99,6 +99,16 @@ class Problem:
         for _ in range(repeats):
             assert all(torch.equal(*pair) for pair in zip(found, self.run(config)))
 
+    def check_magnitude(self, config: TwoLaunchConfig | ClusterConfig, magnitude: float) -> None:
+        """Hold a result over 8 bits against that of scales times a magnitude, outside the range of fp16."""
+        expected = self.run(config)
+        for scales in self.options["scales"]:
+            stored = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+            scales.copy_((stored.float() * magnitude).bfloat16().view(torch.uint8))
+        self.query /= magnitude
+        for part, wanted in zip(self.run(config)[:2], expected[:2]):
+            torch.testing.assert_close(part / magnitude, wanted, rtol=0.02, atol=0.02)
+
     def check(self, found: SlimPartial, *, parts: int = 2) -> None:
         """Hold a result against the oracle: at most twice the error of PyTorch's operators."""
         dtype = torch.float16 if self.dequantised else self.keys.dtype  # of the products' operands

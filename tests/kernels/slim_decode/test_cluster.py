@@ -90,16 +90,15 @@ def test_averages_and_lse(of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", [{"clusters": 1}, {"clusters": 3}, {"stages": 4}, {"lead": 2}], ids=str)
-def test_every_launch_parameter(change):
-    problem = make_problem(CASES[2], "cuda")
-    problem.check(problem.run(replace(chosen(problem, CASES[2]), **change)), parts=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("change", [{"copies": 2}, {"stages": 3, "lead": 2, "copies": 3}, {"clusters": 2}], ids=str)
-def test_every_launch_parameter_of_8_bits(change):
-    of = CASES[12]
+@pytest.mark.parametrize(
+    ("of", "change"),
+    [
+        *((CASES[2], change) for change in ({"clusters": 1}, {"clusters": 3}, {"stages": 4}, {"lead": 2})),
+        *((CASES[12], change) for change in ({"copies": 2}, {"stages": 3, "lead": 2, "copies": 3}, {"clusters": 2})),
+    ],
+    ids=str,
+)
+def test_every_launch_parameter(of, change):
     problem = make_problem(of, "cuda")
     problem.check(problem.run(replace(chosen(problem, of), **change)), parts=1)
 
@@ -109,15 +108,7 @@ def test_every_launch_parameter_of_8_bits(change):
 def test_the_range_of_8_bits_is_that_of_fp32(magnitude):
     of = replace(CASES[12], offset=False)
     problem = make_problem(of, "cuda")
-    config = chosen(problem, of)
-    expected = problem.run(config)
-    for scales in problem.options["scales"]:
-        stored = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-        scales.copy_((stored.float() * magnitude).bfloat16().view(torch.uint8))
-    problem.query /= magnitude
-    found = problem.run(config)
-    torch.testing.assert_close(found.keys / magnitude, expected.keys, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found.coordinates / magnitude, expected.coordinates, rtol=0.02, atol=0.02)
+    problem.check_magnitude(chosen(problem, of), magnitude)
 
 
 @pytest.mark.gpu
@@ -151,40 +142,36 @@ def test_launches_on_several_streams():
         assert all(torch.equal(*pair) for pair in zip(result, expected[index % 4]))
 
 
+COPIES = "2 copies to as many as stages in 8 bits, else None, got"
+MEMBERS = "1, 2, 4 or 8 members, which divide the heads, got"
+
+
 @pytest.mark.parametrize(
     ("of", "config", "message"),
     [
-        (
-            case(9, heads=8, dtype=torch.float32),
-            ClusterConfig(8),
-            "take keys in fp16, bf16, int8 and .*, got torch.float32",
-        ),
-        (
-            case(9, heads=8, dtype=INT8),
-            ClusterConfig(8),
-            "2 copies to as many as stages in 8 bits, else None, got None",
-        ),
-        (case(9, heads=8), ClusterConfig(8, copies=4), "2 copies to as many as stages in 8 bits, else None, got 4"),
-        (case(9, heads=8, head_dim=64, dtype=INT8), ClusterConfig(8, copies=4), "of 128 columns per member, got 64"),
-        (case(9, heads=8, head_dim=96), ClusterConfig(8), "heads of 64, 128 or 256 numbers, .* got 96, 96 and 0"),
-        (case(9, heads=8, rotary=64), ClusterConfig(8), "of which RoPE rotates all or none, .* got 128, 64 and 0"),
-        (case(9, heads=12), ClusterConfig(8), "1, 2, 4 or 8 members, which divide the heads, got 8 and 12"),
-        (case(9, heads=12), ClusterConfig(3), "1, 2, 4 or 8 members, which divide the heads, got 3 and 12"),
-        (case(9, heads=8), ClusterConfig(8, tile=16), "tiles of 32 or 64 tokens, .* got 16"),
-        (case(9, heads=8), ClusterConfig(8, stages=3), "4 to 6 stages and a lead of 2 to 4, got 3 and 4"),
-        (case(9, heads=8), ClusterConfig(8, lead=5), "4 to 6 stages and a lead of 2 to 4, got 6 and 5"),
-        (case(9, heads=8, head_dim=64), ClusterConfig(8, tile=32), "of 64 for head_dim 64, got 32"),
-        (case(9, heads=32), ClusterConfig(1), "120 accumulators per thread, got 512; raise members"),
-        (case(9, heads=32), ClusterConfig(8, tile=64), "232448 bytes of shared memory per block, and need"),
+        ({"dtype": torch.float32}, {}, "take keys in fp16, bf16, int8 and .*, got torch.float32"),
+        ({"dtype": INT8}, {}, f"{COPIES} None"),
+        ({}, {"copies": 4}, f"{COPIES} 4"),
+        ({"head_dim": 64, "dtype": INT8}, {"copies": 4}, "of 128 columns per member, got 64"),
+        ({"head_dim": 96}, {}, "heads of 64, 128 or 256 elements, .* got 96, 96 and 0"),
+        ({"rotary": 64}, {}, "of which RoPE rotates all or none, .* got 128, 64 and 0"),
+        ({"heads": 12}, {}, f"{MEMBERS} 8 and 12"),
+        ({"heads": 12}, {"members": 3}, f"{MEMBERS} 3 and 12"),
+        ({}, {"tile": 16}, "tiles of 32 or 64 tokens, .* got 16"),
+        ({}, {"stages": 3}, "4 to 6 stages and a lead of 2 to 4, got 3 and 4"),
+        ({}, {"lead": 5}, "4 to 6 stages and a lead of 2 to 4, got 6 and 5"),
+        ({"head_dim": 64}, {"tile": 32}, "of 64 for head_dim 64, got 32"),
+        ({"heads": 32}, {"members": 1}, "120 accumulators per thread, got 512; raise members"),
+        ({"heads": 32}, {"tile": 64}, "232448 bytes of shared memory per block, and need"),
     ],
     ids=str,
 )
 def test_what_clusters_do_not_take(of, config, message, monkeypatch):
     """Before anything is compiled, so that the kernel is not marked as failed; fp32 keys would be read as fp16."""
     monkeypatch.setattr(api, "shared_memory", lambda _: 227 * 1024)
-    problem = make_problem(of)
+    problem = make_problem(case(9, **{"heads": 8, **of}))
     with pytest.raises(ValueError, match=message):
-        problem.run(config)
+        problem.run(ClusterConfig(**{"members": 8, **config}))
 
 
 def test_tables_without_turns_are_refused():

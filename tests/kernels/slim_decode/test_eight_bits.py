@@ -1,73 +1,23 @@
 """Keys and V-coordinates in 8 bits: dequantised on chip, against the fp64 oracle of what PyTorch dequantises."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from hf_fastdecode.kernels import failures
-from hf_fastdecode.kernels.forest_decode import limits as devices
+from hf_fastdecode.kernels import limits as devices
 from hf_fastdecode.kernels.slim_decode import api, inputs
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, Scales, TwoLaunchConfig, choose_config, slim_decode
-from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.kernels.slim_decode.inputs import Arguments, is_aligned
 
-from ...cases import exhaustive_but
 from .problems import Case, make_problem
-from .test_slim_decode import DEVICE, REAL, check_case, small
-
-INT8, FP8 = torch.int8, torch.float8_e4m3fn
-
-CASES = [
-    Case(),
-    Case((1,) * 9, rank=9),
-    Case((16, 63, 64, 65), rank=33, head_dim=128, heads=2, rotary=128),
-    Case((150, 0, 77), (5, 0, 40), rank=8),
-    Case((100, 20, 3), (7, 0, 1), heads=3, head_dim=96, rotary=0, rank=200),
-    Case((50, 50), heads=5, head_dim=80, rotary=40, rank=81, tables_of_rows=True),
-    Case((70,), heads=2, head_dim=256, rotary=128, rank=7, offset=False),
-    Case((0, 0), heads=2, rank=8),
-    Case((90, 33), rank=8, rotary=0, magnitudes=True),
-]
-IN_8_BITS = [replace(case, dtype=dtype) for case in CASES for dtype in (INT8, FP8)]
-
-
-@pytest.mark.parametrize("case", exhaustive_but(IN_8_BITS[::3], IN_8_BITS), ids=str)
-def test_averages_and_lse(case):
-    """At most twice the errors of PyTorch's operators in fp32 over the numbers that they dequantise."""
-    check_case(case)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"own_heads": 1},
-        {"own_heads": 4, "block_t": 32},
-        {"own_heads": 8, "programs": 3},
-        {"programs": 40},
-        {"parts": 1},
-    ],
-    ids=str,
-)
-def test_every_launch_parameter(change):
-    """One part rounds weights and dequantised numbers to fp16, as the yardstick then does."""
-    problem = make_problem(Case((90, 1, 40, 0), (3, 0, 10, 0), heads=4, rank=70, dtype=INT8), DEVICE)
-    problem.check(problem.run(small(**change)), parts=change.get("parts", 2))
+from .test_slim_decode import DEVICE, FP8, INT8, small
 
 
 @pytest.mark.parametrize("magnitude", [1e-36, 1e-20, 1e30])
 def test_the_range_is_that_of_fp32(magnitude):
     """Averages of numbers far outside the range of fp16."""
-    problem = make_problem(Case((70, 20), rank=8, dtype=INT8, offset=False), DEVICE)
-    expected = problem.run(small())
-    for scales in problem.options["scales"]:
-        stored = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-        scales.copy_((stored.float() * magnitude).bfloat16().view(torch.uint8))
-    problem.query /= magnitude
-    found = problem.run(small())
-    torch.testing.assert_close(found.keys / magnitude, expected.keys, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found.coordinates / magnitude, expected.coordinates, rtol=0.02, atol=0.02)
+    make_problem(Case((70, 20), rank=8, dtype=INT8, offset=False), DEVICE).check_magnitude(small(), magnitude)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -145,13 +95,3 @@ def test_scales_are_for_8_bits_only():
     scales = Scales(*(torch.zeros(1, 9, width, dtype=torch.uint8) for width in (8, 0)))
     with pytest.raises(ValueError, match=r"scales are for keys in int8 and float8_e4m3fn, got torch\.float16"):
         slim_decode(torch.zeros(1, 4, 1, 16), keys, keys[..., :0], lengths, scale=1.0, scales=scales)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [INT8, FP8], ids=["int8", "fp8"])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("case", REAL, ids=str)
-def test_real_shapes_on_a_gpu(case, parts, dtype):
-    problem = make_problem(replace(case, dtype=dtype), DEVICE)
-    config = choose_two_launch_config(case.heads, case.head_dim, case.rank, dtype)
-    problem.check(problem.run(replace(config, parts=parts)), parts=parts)

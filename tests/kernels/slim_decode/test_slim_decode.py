@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_fastdecode.kernels.forest_decode import limits
+from hf_fastdecode.kernels import limits
 from hf_fastdecode.kernels.slim_decode.inputs import refusal
 
 pytest.importorskip("triton")
@@ -20,11 +20,13 @@ from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, T
 from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 from hf_fastdecode.patches.layers.slim_values import SlimValues
 
+from ...cases import exhaustive_but
 from .problems import Case, Problem, make_problem
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
 
 CASES = [
     Case(),
@@ -43,22 +45,34 @@ if INTERPRETED:  # tensor cores would round fp32 to TF32
     CASES.append(replace(CASES[-1], dtype=FULL))
 
 
+OF_8_BITS = [
+    Case(),
+    Case((1,) * 9, rank=9),
+    Case((16, 63, 64, 65), rank=33, head_dim=128, heads=2, rotary=128),
+    Case((150, 0, 77), (5, 0, 40), rank=8),
+    Case((100, 20, 3), (7, 0, 1), heads=3, head_dim=96, rotary=0, rank=200),
+    Case((50, 50), heads=5, head_dim=80, rotary=40, rank=81, tables_of_rows=True),
+    Case((70,), heads=2, head_dim=256, rotary=128, rank=7, offset=False),
+    Case((0, 0), heads=2, rank=8),
+    Case((90, 33), rank=8, rotary=0, magnitudes=True),
+]
+IN_8_BITS = [replace(case, dtype=dtype) for case in OF_8_BITS for dtype in (INT8, FP8)]
+
+
 def small(**changes) -> TwoLaunchConfig:
     """A configuration for tests: few heads per program, so that a group has several."""
     base = TwoLaunchConfig(2, block_t=32 if not INTERPRETED else 16, warps=4, stages=3, programs=8)
     return replace(base, **changes)
 
 
-def check_case(case: Case) -> None:
+@pytest.mark.parametrize("case", [*CASES, *exhaustive_but(IN_8_BITS[::3], IN_8_BITS)], ids=str)
+def test_averages_and_lse(case):
+    """Over 8 bits, at most twice the errors of PyTorch's operators in fp32 over the elements that they dequantise."""
     repeats = 0 if INTERPRETED and case.starts is None else 1  # programs are interpreted in one order only
     make_problem(case, DEVICE).check_repeats(small(own_heads=1 if case.head_dim > 128 else 2), repeats=repeats)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_averages_and_lse(case):
-    check_case(case)
-
-
+@pytest.mark.parametrize("of", [Case(rank=8), Case(rank=70, dtype=INT8)], ids=str)
 @pytest.mark.parametrize(
     "change",
     [
@@ -72,9 +86,12 @@ def test_averages_and_lse(case):
     ],
     ids=str,
 )
-def test_every_launch_parameter(change):
-    """More groups than tiles, one program per group, rows that a group shares with others, padding heads."""
-    problem = make_problem(Case((90, 1, 40, 0), (3, 0, 10, 0), heads=4, rank=8), DEVICE)
+def test_every_launch_parameter(change, of):
+    """More groups than tiles, one program per group, rows that a group shares with others, padding heads.
+
+    One part rounds weights and dequantised elements to fp16, as the yardstick then does.
+    """
+    problem = make_problem(replace(of, lengths=(90, 1, 40, 0), starts=(3, 0, 10, 0)), DEVICE)
     problem.check(problem.run(small(**change)), parts=change.get("parts", 2))
 
 
@@ -148,11 +165,14 @@ REAL = [
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [None, INT8, FP8], ids=["16-bits", "int8", "fp8"])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("case", REAL, ids=str)
-def test_real_shapes_on_a_gpu(case):
-    problem = make_problem(case, DEVICE)
-    config = choose_two_launch_config(case.heads, case.head_dim, case.rank, case.dtype)
-    problem.check(problem.run(config))
+def test_real_shapes_on_a_gpu(case, parts, dtype):
+    of = replace(case, dtype=dtype or case.dtype)
+    problem = make_problem(of, DEVICE)
+    config = choose_two_launch_config(of.heads, of.head_dim, of.rank, of.dtype)
+    problem.check(problem.run(replace(config, parts=parts)), parts=parts)
 
 
 @pytest.mark.gpu

@@ -60,7 +60,7 @@ def _tensor_map(
     *,
     bf16: bool,
 ) -> _Map:
-    """As `cuda_module.tensor_map`, with the driver's bounds."""
+    """As `cluster.tensor_map`, with the driver's bounds."""
     assert not any(place % 16 for place in (address, *strides))
     assert max(box) <= 256
     assert box[-1] == 64

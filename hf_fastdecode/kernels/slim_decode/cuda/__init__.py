@@ -1,1 +1,0 @@
-"""CUDA C++ of the slim decode kernel on thread block clusters."""

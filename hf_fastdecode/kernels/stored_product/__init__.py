@@ -1,1 +1,0 @@
-"""Products of few rows with matrices that are stored in fp16 with a scale per column."""
