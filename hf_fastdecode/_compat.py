@@ -143,13 +143,12 @@ def tensor_version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def local_tensor(tensor: Tensor) -> Tensor | None:
-    """What this process stores of a DTensor, None of other tensors; ``to_local`` would make a view of it each time.
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process stores of a tensor, all of it but of a DTensor; ``to_local`` would make a view each time.
 
     Replace it if torch makes `DTensor._local_tensor` public.
     """
-    local: Tensor | None = getattr(tensor, "_local_tensor", None)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def fsdp2_stays_gathered(module: Any) -> bool:

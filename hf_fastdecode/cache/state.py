@@ -18,9 +18,8 @@ from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..attention.torch_operators import Backend, TorchBackend
-from ..parallel.divided_pass import DividedPass
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
-from ..parallel.shards import WHOLE, Shard
+from ..parallel.shards import WHOLE, DividedPass, Shard
 from .layers.latent import ExpandedNodes
 from .suffixes import Suffixes
 

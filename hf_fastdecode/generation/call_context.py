@@ -17,7 +17,7 @@ from .._compat import CACHE, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
-from ..parallel.agreement import Ranks
+from ..parallel.ranks import Ranks
 from .fingerprint import Fingerprint
 from .inputs.encoded import PromptNames, prompt_names
 from .inputs.given import GivenInputs
@@ -222,7 +222,7 @@ class CallContext:
             raise
         except Exception as error:
             newer = untested_transformers()
-            if newer is None or self.must_share or self.ranks.count > 1:
+            if newer is None or self.must_share or not self.ranks.alone:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
             remedy, of_prompts = None, False

@@ -1,29 +1,24 @@
-"""Third-party code on a model: forward hooks, instance-level `forward`s, modules, patched classes, divided parameters.
+"""Third-party code on a model: forward hooks, instance-level `forward`s, modules, patched classes, and wrappers.
 
 Prefill packs the tokens of all prompts into one row. Code that reads rows or the last position, e.g. for activation
 steering, patching or probing, would see other shapes than in stock transformers.
-
-ZeRO-3 and both versions of FSDP gather parameters from several processes in each pass. Each process may then have
-prompts of its own, and all must run the same passes. Parameters that were gathered before a call, and stay so until it
-ends, are as those of one process: gathering is a collective, so that all processes find the same answer.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from .._compat import fsdp2_stays_gathered, global_forward_hooks
+from .._compat import global_forward_hooks
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
-from ..parallel.groups import in_several_processes
 from .snapshot import ModelWalk
 
 # Where transformers' tensor parallelism gives modules a forward, which communicates.
@@ -249,57 +244,47 @@ def name_of(function: Any) -> str:
     return f"{defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"
 
 
-class Gathering(NamedTuple):
-    """What gathers parameters in each pass, and how to gather them before a call instead."""
-
-    what: str
-    remedy: str
+_INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "base_model", "model")
+"""Wrappers' attributes for the inner model: torch.compile, DDP and DataParallel, FSDP, Lightning Fabric, PEFT, PEFT's
+tuners."""
 
 
-_ZERO_3 = Gathering(
-    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
-    "default (ds3_gather_for_generation=True)",
-)
-_FSDP_1 = Gathering(
-    "FSDP 1 divides its parameters between processes, and each pass gathers them",
-    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
-)
-_FSDP_2 = Gathering(
-    "FSDP 2 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
-)
+def unwrapped(model: object) -> PreTrainedModel:
+    """Return the transformers model that `model` is or wraps, the one whose `generate` runs.
+
+    Args:
+        model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel, DataParallel or
+            any module that stores it under one of the same attribute names, nested in any order.
+
+    Raises:
+        TypeError: `model` is none of these; the message names the attribute that holds a model, if any.
+    """
+    found = model
+    while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
+        inner = next((part for name in _INNER if isinstance(part := _stored(found, name), nn.Module)), None)
+        if inner is None:
+            break
+        found = inner
+    if isinstance(found, PreTrainedModel):
+        return found
+    raise TypeError(f"expected a transformers PreTrainedModel, got {_described(model)}; {_remedy(model)}")
 
 
-def find_gathering(walk: ModelWalk) -> Gathering | None:
-    """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered now."""
-    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
-        return _ZERO_3
-    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
-        return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-
-    for kind in walk.classes:
-        if issubclass(kind, FullyShardedDataParallel):
-            strategies = {module.sharding_strategy for module in _of(walk, kind)}
-            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
-        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
-            return _FSDP_2
-    return None
+def _described(model: object) -> str:
+    return f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
 
 
-def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
-    return [module for module in walk.modules if type(module) is kind]
+def _stored(wrapper: nn.Module, name: str) -> object:
+    """The wrapper's own attribute, bypassing ``__getattr__`` delegation to the model."""
+    return wrapper._modules.get(name) or vars(wrapper).get(name)
 
 
-def _divided_by_zero_3(walk: ModelWalk) -> bool:
-    """Whether parameters are divided now, or hooks divide them again after each module."""
-    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
-    if any(status is not None and status.name != "AVAILABLE" for status in found):
-        return True
-    hooks = (
-        hook
-        for module in walk.with_code
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    return any(role_of(hook) is Role.GATHERS for hook in hooks)
+def _remedy(model: object) -> str:
+    for name, part in vars(model).items() if hasattr(model, "__dict__") else ():
+        if isinstance(part, PreTrainedModel):
+            return f"pass its attribute {name!r}"
+    if isinstance(model, nn.Module):
+        for name, part in model.named_modules():
+            if isinstance(part, PreTrainedModel):
+                return f"pass its attribute {name!r}"
+    return "load one with AutoModelForCausalLM.from_pretrained"

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
-from ..parallel.groups import sequence_group
+from ..parallel.ranks import sequence_group
 from ..parallel.sequence import SequenceParallel
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options

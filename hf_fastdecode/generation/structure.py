@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -11,21 +12,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import COMPILED_CALL, uncompiled_call
-from ..attention.active_passes import RowLengths, active, lengths_of_pass
-from ..attention.own_code import Method, stand_ins_of
+from .._compat import fsdp2_stays_gathered
+from ..attention.active_passes import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
-from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import common_group, in_several_processes, splitting_groups
+from ..parallel.ranks import ALONE, Ranks, Together, common_group, in_several_processes, splitting_groups
 from ..parallel.sequence import SequenceParallel
 from ..parallel.watchdog import watchdog_of
-from .foreign_code import Gathering, find_gathering, is_capturable, is_of_transformers
+from .foreign_code import Role, role_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
-from .interception.switches import ReplacedCall, replaced_calls
-from .model_watch import ModelWatch
-from .snapshot import ModelWalk
+from .interception.switches import Overrides, find_overrides
+from .snapshot import ModelWalk, ModelWatch
 
 Answer = TypeVar("Answer")
 
@@ -76,12 +74,12 @@ class Structure:
             groups = [] if dividing is None else [dividing]
         if not groups or (dividing is None and self.gathering is not None):
             return ALONE
-        return Together(groups[0], input_device(self._model), watchdog_of(groups))
+        return Together(groups[0], input_device(self._model), watchdog_of(groups), type(self._model).__name__)
 
     @property
     def spans_processes(self) -> bool:
         """Whether several processes compute the model, or divide its contexts."""
-        return self.parallel is not None or self.ranks.count > 1
+        return self.parallel is not None or not self.ranks.alone
 
     @property
     def gathering(self) -> Gathering | None:
@@ -194,91 +192,62 @@ class KeptStructure:
         return structure
 
 
-_KNOWN = ("transformers.", "hf_fastdecode.")
-"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+class Gathering(NamedTuple):
+    """What gathers parameters in each pass (ZeRO-3, FSDP), and how to gather them before a call instead.
 
-
-class Found(NamedTuple):
-    """An overridden method: the number of its module among the model's, and its name."""
-
-    number: int
-    name: str
-    method: Method
-
-
-def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
-    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
-
-    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
-    """
-    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
-    for kind in kinds:
-        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
-        if base is not None and not kind.__module__.startswith(_KNOWN):
-            raise Unsupported(
-                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
-                "leave out what it changes"
-            )
-    return [
-        Found(number, name, method)
-        for number, module in enumerate(modules)
-        for name, method in kinds[type(module)].items()
-    ]
-
-
-class Overrides:
-    """Overrides of the attention code of a model, and the context in which they run.
-
-    Args:
-        modules: The model's modules.
-        found: Of these modules.
+    Each process may then have prompts of its own, and all must run the same passes. Parameters that were gathered
+    before a call, and stay so until it ends, are as those of one process: gathering is a collective, so that all
+    processes find the same answer.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
-        self._modules, self.found = modules, found
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Context in which passes over a shared-context cache, of this thread, run them.
-
-        Raises:
-            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
-        """
-        for one in self.found:
-            _require_plain(self._modules[one.number], one.name)
-        replaced_calls.enter(self._calls)
-        try:
-            yield
-        finally:
-            replaced_calls.leave(self._calls)
-
-    @cached_property
-    def _calls(self) -> list[ReplacedCall]:
-        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
+    what: str
+    remedy: str
 
 
-def _require_plain(module: nn.Module, name: str) -> None:
-    """Check that nothing of the user's runs in the method's calls."""
-    kind, own = type(module), vars(module)
-    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
-        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
-    if replaced_calls.is_taken(module, _attribute(name)):
-        what = "compiled call" if name == "forward" else f"{name} of its own"
-        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
-    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
-        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+_ZERO_3 = Gathering(
+    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
+    "default (ds3_gather_for_generation=True)",
+)
+_FSDP_1 = Gathering(
+    "FSDP 1 divides its parameters between processes, and each pass gathers them",
+    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
+)
+_FSDP_2 = Gathering(
+    "FSDP 2 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
+)
 
 
-def _attribute(name: str) -> str:
-    return COMPILED_CALL if name == "forward" else name
+def find_gathering(walk: ModelWalk) -> Gathering | None:
+    """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered now."""
+    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
+        return _ZERO_3
+    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+
+    for kind in walk.classes:
+        if issubclass(kind, FullyShardedDataParallel):
+            strategies = {module.sharding_strategy for module in _of(walk, kind)}
+            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
+        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
+            return _FSDP_2
+    return None
 
 
-def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
-    """The call of an override; passes of other threads run the module's own method."""
-    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
+def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
+    return [module for module in walk.modules if type(module) is kind]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
 
-    return ReplacedCall(module, _attribute(name), call)
+def _divided_by_zero_3(walk: ModelWalk) -> bool:
+    """Whether parameters are divided now, or hooks divide them again after each module."""
+    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
+    if any(status is not None and status.name != "AVAILABLE" for status in found):
+        return True
+    hooks = (
+        hook
+        for module in walk.with_code
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    return any(role_of(hook) is Role.GATHERS for hook in hooks)

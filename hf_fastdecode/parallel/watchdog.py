@@ -18,13 +18,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import product
 from threading import Condition, Lock, RLock, Thread
 from time import monotonic, sleep
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -32,6 +32,7 @@ from torch import distributed
 
 from ..errors import PeerFailedError, one_line
 from ..log import logger
+from .ranks import Clearable, NoWatchdog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -55,33 +56,6 @@ _LOGGED = 64
 _END = "the end of the call"
 _STORE = "the store of the process group, which this rank or torchrun holds,"
 _START_AGAIN = "; these processes cannot compute the model together any more: end them and start them again"
-
-
-class Clearable(Protocol):
-    """What keeps the communicators of NCCL from closing, as a captured graph does."""
-
-    def clear(self) -> None: ...
-
-
-class NoWatchdog:
-    """The watchdog of a process with a model of its own, which has no peers."""
-
-    failed: tuple[int, str] | None = None
-
-    def call(self, name: str, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def running_pass(self, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def enter_foreign_loop(self) -> None: ...
-
-    def frees(self, one: Clearable) -> None: ...
-
-    def step(self, doing: str) -> None: ...
-
-
-NO_WATCHDOG = NoWatchdog()
 
 
 class Event(NamedTuple):

@@ -10,8 +10,7 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.model_watch import ModelWatch
-from hf_fastdecode.generation.snapshot import ModelWalk
+from hf_fastdecode.generation.snapshot import ModelWalk, ModelWatch
 from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import tiny_model

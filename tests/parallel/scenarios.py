@@ -16,7 +16,7 @@ from transformers.distributed import DistributedConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import modes, runners
-from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel import sequence
 
 from .processes import Models, Seen
 
@@ -68,7 +68,7 @@ def by_pytorch(run: Callable[[Models], Any]) -> Callable[[Models], Any]:
 
     @functools.wraps(run)
     def patched(models: Models) -> Any:
-        with mock.patch.object(collectives, "_by_kernel", return_value=False):
+        with mock.patch.object(sequence, "_by_kernel", return_value=False):
             return run(models)
 
     return patched

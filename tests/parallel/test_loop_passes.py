@@ -20,7 +20,7 @@ from hf_fastdecode.generation.steps.captured_step import CapturedPass, CaptureOp
 from hf_fastdecode.generation.steps.loop_passes import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
-from hf_fastdecode.parallel.agreement import NoRoomError, PassFailedError, Ranks, Together
+from hf_fastdecode.parallel.ranks import NoRoomError, PassFailedError, Ranks, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario
@@ -198,7 +198,7 @@ def failing_capture_of_a_pass(models: Models) -> Any:
 class _Ranks(Ranks):
     """This process, and another one that answers for itself."""
 
-    count = 2
+    count, alone = 2, False
 
     def __init__(self, *other: int):
         self.other, self.asked = other, 0

@@ -17,7 +17,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.cache.shared import SharedContextCache
-from hf_fastdecode.parallel import divided_pass
+from hf_fastdecode.parallel import shards
 
 from ..cases import exhaustive_but
 from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
@@ -203,7 +203,7 @@ def random_operations(models: Models) -> Any:
         chunk, divides, caches = rng.choice([5, 16384]), seed % 2, []
         for group in (False, models.group):
             fd.enable(model, sequence_parallel=group, max_prefill_tokens=chunk)
-            with mock.patch.object(divided_pass, "FEWEST_TOKENS", 2 if divides else 10**9):
+            with mock.patch.object(shards, "FEWEST_TOKENS", 2 if divides else 10**9):
                 caches.append(fd.prefill(model, prompts))
         whole, divided = caches
         for of_whole, of_all in zip(gathered(whole), gathered(divided), strict=True):

@@ -14,7 +14,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.parallel import divided_pass
+from hf_fastdecode.parallel import shards
 
 from ..tiny_models import ARCHITECTURES, tiny_model
 from .processes import Models, add_scenario, scenario
@@ -41,7 +41,7 @@ def helix(models: Models) -> Any:
         found[name] = [sorted({part.rpartition(".")[2] for part in parts})]
         for fewest in (2, 10**9):  # a prefill pass of which processes computed other tokens would mix them
             with (
-                mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+                mock.patch.object(shards, "FEWEST_TOKENS", fewest),
                 fd.enabled(model, sequence_parallel="auto"),
             ):
                 torch.manual_seed(models.rank)
@@ -78,7 +78,7 @@ def mesh_of_two_dimensions(models: Models) -> Any:
     expected = alone.generate(**levels(), **SAMPLES)
     for fewest in (2, 10**9):
         with (
-            mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+            mock.patch.object(shards, "FEWEST_TOKENS", fewest),
             fd.enabled(model, sequence_parallel=mesh["sp"]),
         ):
             torch.manual_seed(models.rank)

@@ -105,7 +105,7 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         lambda model, rank: model.generate(
             **text(), **GREEDY, **{CACHE: [fd.prefill(model, TEXT[:, :length]) for length in (70, 80)][rank]}
         ),
-        "is SharedContextCache(Forest(",
+        "is 'SharedContextCache(Forest(",
     ),
     "direct tokens": (
         lambda model, rank: continued(model, text(20)["input_ids"][:, rank : rank + 1]),

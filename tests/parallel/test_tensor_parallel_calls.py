@@ -13,7 +13,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import reading
 from hf_fastdecode.generation.steps.captures import Captures, LockHolder
-from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.parallel.ranks import Together
 from hf_fastdecode.parallel.watchdog import Watchdog
 
 from .processes import Models, scenario

@@ -22,8 +22,8 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure
 from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.generation.support import model as model_checks
-from hf_fastdecode.parallel.collectives import merge_over, merged, partial_buffer
-from hf_fastdecode.parallel.groups import splitting_groups
+from hf_fastdecode.parallel.ranks import splitting_groups
+from hf_fastdecode.parallel.sequence import merge_over, merged, partial_buffer
 
 from .processes import Models, scenario
 from .scenarios import (

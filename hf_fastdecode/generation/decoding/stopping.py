@@ -1,11 +1,13 @@
-"""Stopping criteria, split into host-side counts, device-side end tokens, and user code."""
+"""The ends of rows: criteria, split into host-side counts, device-side end tokens and user code, and who decides."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,11 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+
+from ...cache.shared import SharedContextCache
+from ...parallel.ranks import NoRoomError, Ranks
+from .sampling import Drawn
+from .waves import suffixes_may_grow
 
 
 class HostStoppingCriteria(StoppingCriteria):
@@ -178,3 +185,78 @@ class FinishedRowPoller:
         for known, state in self._states or ():
             if known == step:
                 torch.cuda.set_rng_state(state, self.device)
+
+
+class Ends(NamedTuple):
+    """What ends with a step.
+
+    Attributes:
+        tokens: ``[rows]`` int64: the step's, with the pad token in finished rows.
+        rows: Bool ``[rows]``: rows that end; None without such criteria.
+        all: Whether all end.
+    """
+
+    tokens: Tensor
+    rows: Tensor | None
+    all: bool
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How a loop runs, as the processes of the model have agreed.
+
+    Attributes:
+        can_compact: Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom
+            processors.
+        splits: Whether rows may decode apart: no streamer, and no custom processors or criteria, see all of them at
+            every step.
+        polls_late: Whether not to poll at every step: no custom code sees undone steps, and no time limit counts
+            device time.
+        ends_alike: Whether all processes see rows end alike; else rank 0 decides.
+        drops_logprobs: Whether log-probabilities are returned nowhere.
+        fit: Rows that fit in memory at once.
+    """
+
+    ranks: Ranks
+    can_compact: bool
+    splits: bool
+    polls_late: bool
+    ends_alike: bool
+    drops_logprobs: bool
+    fit: int
+
+    def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
+        """A step of rank 0's tokens, and its ends where others could see them differently; one collective.
+
+        Args:
+            end: Writes the tokens and asks criteria, on all processes: code of the user's counts calls.
+        """
+        leads = not self.ends_alike and self.ranks.rank == 0
+        ends = end(drawn) if leads else None
+        sent = {"tokens": drawn.tokens}
+        if drawn.logprobs is not None and not self.drops_logprobs:
+            sent["logprobs"] = drawn.logprobs
+        if not self.ends_alike:
+            rows = None if ends is None else ends.rows
+            sent["rows"] = torch.zeros_like(unfinished) if rows is None else rows
+            sent["all"] = torch.tensor([ends is not None and ends.all], device="cpu")
+        found = dict(zip(sent, self.ranks.first(*sent.values()), strict=True))
+        if ends is None:
+            ends = end(drawn._replace(tokens=found["tokens"], logprobs=found.get("logprobs", drawn.logprobs)))
+            if not self.ends_alike:
+                ends = ends._replace(rows=found["rows"], all=bool(found["all"]))
+        return ends
+
+    def reserve(self, cache: SharedContextCache, *, counted: bool) -> None:
+        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short.
+
+        Args:
+            counted: Whether free memory decides, before an allocation fails.
+        """
+        needed = cache.suffix_length + 1
+        if cache.has_room(needed):
+            return
+        with self.ranks.together():
+            if counted and not suffixes_may_grow(cache, needed):
+                raise NoRoomError("the memory does not suffice for the next tokens")
+            cache.reserve(needed)

@@ -23,7 +23,6 @@ from ..fingerprint import filled_by
 from ..forward_pass import input_device, reads_positions, takes_positions
 from ..inputs.encoded import prompt_names
 from ..model_state import ModelState
-from ..same_calls import require_same_pass
 from ..structure import Structure
 
 
@@ -77,7 +76,7 @@ def _forward_shared(
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.current.items:  # prefill replaces methods for its time
             structure.known = model_state.structure_of(model).known
-            require_same_pass(model, structure.ranks, input_ids, queries)
+            _require_same_pass(structure, input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         run = partial(original, *args, **kwargs)
@@ -108,7 +107,7 @@ def _run_eagerly(
         cache.all_or_nothing(*shape),
     ):
         if active_call_of_thread.get() is None and not cache.state.current.items:  # prefill may divide a pass
-            require_same_pass(model, structure.ranks, input_ids, queries)
+            _require_same_pass(structure, input_ids, queries)
         if cache.state.met is None or cache.state.met() is not model:
             cache.meet(structure.layout)
             cache.state.met = ref(model)
@@ -123,6 +122,15 @@ def _run_eagerly(
         if not cache.state.current.items and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
     return output
+
+
+def _require_same_pass(structure: Structure, input_ids: object, queries: int) -> None:
+    """Raise ValueError on all ranks if a pass that the user's code runs has other tokens on some of them.
+
+    They may have been drawn by a generator that nobody compared. Embeddings are compared by their number of tokens.
+    """
+    fields = {"input_ids": input_ids, "number of tokens of a row": queries}
+    structure.ranks.require_same("a forward pass was called differently", fields)
 
 
 def _note_model(

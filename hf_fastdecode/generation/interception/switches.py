@@ -1,7 +1,8 @@
 """Switches that put methods and calls on one instance, and take them off again.
 
 `WrappedMethods` lasts from `enable` to `disable`, and is removable even after other code has overridden the same
-methods. `replaced_calls` last for the time of forward passes, in any number of threads.
+methods; whether a `generate` that others have replaced or wrapped takes a decoding loop, its signature tells.
+`replaced_calls` last for the time of forward passes, in any number of threads; so do `Overrides` of attention code.
 """
 
 from __future__ import annotations
@@ -9,18 +10,24 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from threading import Lock
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..._compat import COMPILED_CALL, uncompiled_call
+from ...attention.active_passes import lengths_of_pass
+from ...attention.own_code import Method, own_code_of, stand_ins_of
+from ...errors import Unsupported
 from ...instance_methods import STATE_ATTRIBUTE, WeakMethod
+from ..foreign_code import is_capturable, is_of_transformers
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
@@ -206,3 +213,170 @@ class _Switch:
 
 
 replaced_calls = _Switch()
+
+
+_KNOWN = ("transformers.", "hf_fastdecode.")
+"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+
+
+class Found(NamedTuple):
+    """An overridden method: the number of its module among the model's, and its name."""
+
+    number: int
+    name: str
+    method: Method
+
+
+def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
+    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
+
+    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
+    """
+    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
+    for kind in kinds:
+        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
+        if base is not None and not kind.__module__.startswith(_KNOWN):
+            raise Unsupported(
+                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
+                "leave out what it changes"
+            )
+    return [
+        Found(number, name, method)
+        for number, module in enumerate(modules)
+        for name, method in kinds[type(module)].items()
+    ]
+
+
+class Overrides:
+    """Overrides of the attention code of a model, and the context in which they run.
+
+    Args:
+        modules: The model's modules.
+        found: Of these modules.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
+        self._modules, self.found = modules, found
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which passes over a shared-context cache, of this thread, run them.
+
+        Raises:
+            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
+        """
+        for one in self.found:
+            _require_plain(self._modules[one.number], one.name)
+        replaced_calls.enter(self._calls)
+        try:
+            yield
+        finally:
+            replaced_calls.leave(self._calls)
+
+    @cached_property
+    def _calls(self) -> list[ReplacedCall]:
+        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
+
+
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Check that nothing of the user's runs in the method's calls."""
+    kind, own = type(module), vars(module)
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
+        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
+    if replaced_calls.is_taken(module, _attribute(name)):
+        what = "compiled call" if name == "forward" else f"{name} of its own"
+        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
+    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
+        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+
+
+def _attribute(name: str) -> str:
+    return COMPILED_CALL if name == "forward" else name
+
+
+def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
+    """The call of an override; passes of other threads run the module's own method."""
+    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
+
+    return ReplacedCall(module, _attribute(name), call)
+
+
+_HAND_LOOP_ON: Final = frozenset(
+    {
+        "WhisperGenerationMixin.generate",
+        *(f"SeamlessM4T{version}For{task}ToText.generate" for version in ("", "v2") for task in ("Text", "Speech")),
+    }
+)
+"""A `generate` of transformers' classes that calls transformers' with what else it is given, once or several times."""
+
+_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+"""Signatures of methods of classes, less their instance."""
+
+
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, which is made once for a class where its instance is bound by a partial."""
+    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
+    if not isinstance(of_class, FunctionType):
+        return inspect.signature(method)
+    if (found := _signatures.get(of_class)) is None:
+        found = _signatures[of_class] = inspect.signature(method)
+    return found
+
+
+def takes_loop(signature: inspect.Signature, given: int) -> bool:
+    """Whether ``custom_generate`` is a parameter after the `given` positional arguments."""
+    names = list(signature.parameters)
+    return "custom_generate" in names and given <= names.index("custom_generate")
+
+
+def reads_its_cache(kind: type) -> bool:
+    """Whether a class's own `generate` reads the tensors of each row in the cache that transformers' returns."""
+    return _of_transformers(kind) == "WhisperGenerationMixin.generate"
+
+
+def _of_transformers(kind: type) -> str | None:
+    """The qualified name of a class's `generate`, if it is of one of transformers' models."""
+    method = getattr(kind, "generate", None)
+    of_models = getattr(method, "__module__", "").startswith("transformers.models.")
+    return getattr(method, "__qualname__", None) if of_models else None
+
+
+def wrappers_pass_loop_on(function: Callable[..., Any]) -> bool:
+    """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
+    inner: Callable[..., Any] | None = function
+    while inner is not None:
+        if isinstance(inner, partial):
+            inner = inner.func
+            continue
+        if not _takes_or_passes_on(inner):
+            return False
+        inner = getattr(inner, "__wrapped__", None)
+    return True
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    signature = inspect.signature(function, follow_wrapped=False)
+    return "custom_generate" in signature.parameters or takes_any(signature)
+
+
+def takes_any(signature: inspect.Signature) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+
+
+def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
+    """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
+    own, name = own_code_of(kind), _of_transformers(kind)
+    if name in _HAND_LOOP_ON:
+        return True
+    return own is not None and name is not None and own.hands_generate_on(arguments)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

@@ -7,12 +7,12 @@ from weakref import ref
 
 from transformers import PreTrainedModel
 
+from ..._compat import local_part
 from ...attention.forest import Forest
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose, prefill_rate
 from ...cache.layout import ModelLayout
 from ...cache.stores import Kind
 from ...errors import Unsupported
-from ...parallel.groups import local_part
 from ..call_context import CallContext
 from .call_plan import CallPlan
 from .prompt_plan import ComparedPrompts

@@ -23,7 +23,6 @@ from ..fingerprint import filled_by
 from ..inputs.given import PLAIN
 from ..model_state import ModelState
 from ..options import Options
-from ..same_calls import require_same_prefill
 from ..structure import Structure
 from ..support.call import is_nothing
 from ..support.model import check_model, check_processes, check_sequence_parallel, check_state, rope_limit
@@ -69,7 +68,8 @@ def _holds_images(inputs: Given, model: PreTrainedModel) -> TypeGuard[Mapping[st
 
 
 def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
-    with structure.ranks.together():
+    limit = options.max_prefill_tokens
+    with structure.ranks.together() as offer:
         if structure.layout.cross:
             raise ValueError(
                 f"prefill is for models without an encoder, and {type(inner).__name__} has one; call generate, which "
@@ -89,8 +89,8 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
         plan, rows = _plan(prompts, cache, structure, options)
-    limit = options.max_prefill_tokens
-    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
+        given = {"the prompts' tokens": plan.new_tokens, "number of prompts": len(plan.forest.paths)}
+        offer.compare(lambda: given | {"max_prefill_tokens": limit}, "prefill was called differently")
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
             distinct, layout = prompts.distinct_rows(), structure.layout

@@ -16,8 +16,8 @@ from ...attention.active_passes import no_autocast
 from ...attention.forest import Path, Span
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
-from ...parallel.divided_pass import FEWEST_TOKENS
-from ...parallel.groups import splits_between
+from ...parallel.ranks import splits_between
+from ...parallel.shards import FEWEST_TOKENS
 from ..forward_pass import forward_pass, input_device
 from .prompt_plan import PromptPlan
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits, uncompiled_call
 from ...cache.state import PrefillItem
-from ..decoding.decisions import usable_memory
+from ..decoding.waves import usable_memory
 from ..forward_pass import input_device
 from .prompt_plan import FEWEST, PromptPlan
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..._compat import tensor_version
+from ..._compat import local_part, tensor_version
 from ...attention.forest import Forest
 from ...cache.consolidate import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
-from ...parallel.groups import local_part
 from ..fingerprint import Fingerprint
 from ..options import Options
 from ..snapshot import pass_settings

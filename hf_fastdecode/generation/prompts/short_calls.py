@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 from ...cache.layout import ModelLayout
 from ...cache.stores import Kind
 from ...errors import Unsupported
-from ...parallel.groups import in_several_processes
+from ...parallel.ranks import in_several_processes
 from ..options import FEWEST_SAVED, Options
 from ..structure import Structure
 

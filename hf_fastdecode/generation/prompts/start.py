@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..beside import Beside
 from ..call_context import CallContext
-from ..forward_pass import forward_pass, input_device, places_tokens
+from ..forward_pass import Beside, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from .call_plan import CallPlan, Request, plan_call, planned_alike, weights_hold
@@ -67,7 +66,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         prompts = read_prompts(*given, longest=longest, kept=call.returns_cache)
     # Whether the weights are still those of kept keys and values is asked while the device prefills; several processes
     # would have to agree on the answer.
-    later, beside = call.ranks.count == 1, Beside(input_ids.device, "checks")
+    later, beside = call.ranks.alone, Beside(input_ids.device, "checks")
     request = Request(
         longest - prompts.width,
         recompute=0 if prompts.prefixes.of_text else 1,

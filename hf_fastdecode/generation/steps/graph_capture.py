@@ -20,7 +20,7 @@ from ..._compat import free_cublas_workspaces
 from ...attention.active_passes import RowLengths
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
-from ...parallel.agreement import ALONE, Ranks
+from ...parallel.ranks import ALONE, Ranks
 from ..fused.experts import LargestOfFew
 from ..fused.norms import WaitingSums
 from ..structure import Structure

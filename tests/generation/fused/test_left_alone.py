@@ -27,8 +27,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums
-from hf_fastdecode.generation.model_watch import ModelWatch
-from hf_fastdecode.generation.snapshot import ModelWalk, captured_state
+from hf_fastdecode.generation.snapshot import ModelWalk, ModelWatch, captured_state
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.generation.support.model import check_state
 
