@@ -28,9 +28,9 @@ from .active_passes import (
     RowLengths,
     autocast_dtype,
     cast,
-    config_switch,
     lengths_of_pass,
     no_autocast,
+    stock_attention,
 )
 from .kv import Scoring
 from .masks import NOT_CAUSAL, shared_context_mask
@@ -175,7 +175,7 @@ def _window(
 
 def _check_ignored(module: nn.Module, option: str) -> None:
     """Raise Unsupported for an option of scores where stock's attention would be sdpa, which has none."""
-    if config_switch.before(module.config) == "sdpa":
+    if stock_attention(module.config) == "sdpa":
         raise Unsupported(
             f"{type(module).__name__} passes {option!r}, which transformers' sdpa attention leaves out or refuses",
             "call model.set_attn_implementation('eager')",
@@ -194,7 +194,7 @@ def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that a module's config names when no pass has switched it."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = config_switch.before(module.config)
+    name = stock_attention(module.config)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 

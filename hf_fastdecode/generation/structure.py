@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -137,25 +137,19 @@ class Structure:
         for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
             vars(self).pop(name, None)
 
-    def passing(self, lengths: RowLengths) -> AbstractContextManager[None]:
+    @contextmanager
+    def passing(self, lengths: RowLengths) -> Iterator[None]:
         """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
 
         Overrides of the architecture's attention code and fused modules run in it.
         """
-        contexts = [active(self.configs, lengths)]
-        if self.stand_ins.found:
-            contexts.append(self.stand_ins.installed())
-        if self.fused is not None:
-            contexts.append(self.fused.installed())
-        return contexts[0] if len(contexts) == 1 else _all(contexts)
-
-
-@contextmanager
-def _all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(active(self.configs, lengths))
+            if self.stand_ins.found:
+                stack.enter_context(self.stand_ins.installed())
+            if self.fused is not None:
+                stack.enter_context(self.fused.installed())
+            yield
 
 
 class Known:

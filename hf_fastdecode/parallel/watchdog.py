@@ -2,12 +2,10 @@
 
 Each process logs its events: the calls, passes and collectives that it begins, and how it leaves calls. All processes
 of a group must have the same ones. A heartbeat thread exchanges the latest events through the store of the group; it
-never takes part in collectives. A second thread compares them while a call is in progress. A peer has failed if its
-events differ from this process's, or if its heartbeat stops. The group is then aborted, so that a thread that waits in
-a collective gets an error, and is refused from then on.
-
-A slow peer has not failed: its heartbeat goes on. An error that all processes raise at the same event leaves the group
-as it is. Threads start with the first call; between calls, heartbeats are sent once a second.
+never takes part in collectives. A second thread gives up the group when a peer's events differ from this process's or
+its heartbeat stops: the group is aborted, so that a thread that waits in a collective gets an error, and refused from
+then on. A slow peer has not failed: its heartbeat goes on. An error that all processes raise at the same event leaves
+the group as it is. Threads start with the first call; between calls, heartbeats are sent once a second.
 """
 
 from __future__ import annotations
@@ -123,11 +121,11 @@ class Watchdog(NoWatchdog):
         self.failed: tuple[int, str] | None = None
         self._turn = RLock()  # of the thread whose call it is
         self._news = Condition(Lock())  # notified of events, heartbeats, and what follows from them
-        # Of this process. The log is replaced as a whole: the heartbeat reads it while a call goes on.
+        # The log is replaced as a whole: the heartbeat reads it while a call goes on.
         self._log: tuple[int, tuple[Event, ...]] = (1, (Event("no call"),))
         self._in_call = self._in_foreign_loop = self._connection_broke = self._is_ending = False
         self._timeout = self._entered = float("inf")
-        # Of heartbeats, in seconds of `_now`.
+        # In seconds of `_now`.
         self._peers: dict[int, Heartbeat] = {}
         self._heard: dict[int, float] = {}  # when a peer's last new heartbeat was read
         self._behind: dict[int, float] = {}  # for how long a peer's error has not been raised here
@@ -170,9 +168,6 @@ class Watchdog(NoWatchdog):
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
         """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
-        if os.getpid() != self._pid:
-            yield
-            return
         with nullcontext() if self._in_call else self.call("forward", timeout):
             self._raise_if_failed()
             communicates = self._last.communicates

@@ -180,15 +180,15 @@ class Loop:
                 beside = drawing if sampler.generator_draws else 0
                 fit = rows_that_fit(self.start.cache, rows, logits, self._new_tokens, beside=beside)
             offer.numbers = [
+                fit,
                 stopping.pads and not call.returns_cache and not sampler.custom,
                 splits,
                 not (streams or stopping.custom or sampler.custom or stopping.timed),
                 not stopping.differs_by_process,
                 not call.returns_cache and self.log_probs is None,
-                fit,
             ]
-        *holds, fit = offer.numbers
-        return Decisions(call.ranks, *map(bool, holds), fit)
+        least, *holds = offer.numbers
+        return Decisions(call.ranks, least, *map(bool, holds))
 
     def _rows_at_once(self) -> int:
         rows, most, fit = len(self.prompts), self.call.options.max_rows, self.decisions.fit

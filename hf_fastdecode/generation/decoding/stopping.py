@@ -206,6 +206,7 @@ class Decisions:
     """How a loop runs, as the processes of the model have agreed.
 
     Attributes:
+        fit: Rows that fit in memory at once.
         can_compact: Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom
             processors.
         splits: Whether rows may decode apart: no streamer, and no custom processors or criteria, see all of them at
@@ -214,16 +215,15 @@ class Decisions:
             device time.
         ends_alike: Whether all processes see rows end alike; else rank 0 decides.
         drops_logprobs: Whether log-probabilities are returned nowhere.
-        fit: Rows that fit in memory at once.
     """
 
     ranks: Ranks
+    fit: int
     can_compact: bool
     splits: bool
     polls_late: bool
     ends_alike: bool
     drops_logprobs: bool
-    fit: int
 
     def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
         """A step of rank 0's tokens, and its ends where others could see them differently; one collective.

@@ -23,7 +23,6 @@ from ...kernels.row_products.config import refusal
 from .trial import (
     TRIED_IN,
     FusedKind,
-    function_key,
     is_plain,
     linear,
     matching,
@@ -31,6 +30,7 @@ from .trial import (
     random,
     runs_fused,
     settings,
+    settings_of_activation,
     twin,
 )
 
@@ -49,8 +49,7 @@ def key(module: nn.Module) -> Hashable | None:
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
-    of_module = settings(module)
-    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    of_module, of_activation = settings(module), settings_of_activation(activation)
     if of_module is None or of_activation is None:
         return None
     return of_module, frozenset(names), of_activation
@@ -69,10 +68,6 @@ def form_of(module: nn.Module) -> Activation | None:
     gate, up = _projected(small, x)
     forms = ((form, parts["down_proj"](reference.gated(gate, up, form))) for form in Activation)
     return matching(found, forms)
-
-
-def _replacement(module: nn.Module, activation: Activation) -> Any:
-    return partial(_run, module, activation, _activation(module))
 
 
 def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +114,9 @@ def _activation(module: nn.Module) -> Any:
     return next(filter(None, found), None)
 
 
-GATED = FusedKind("gated activations", may_be, key, form_of, _replacement)
+GATED = FusedKind(
+    "gated activations", may_be, key, form_of, lambda module, form: partial(_run, module, form, _activation(module))
+)
 
 
 class RowProducts:

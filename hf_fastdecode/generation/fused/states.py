@@ -28,6 +28,7 @@ from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, 
 from .trial import (
     FusedKind,
     calling,
+    close,
     function_key,
     global_named,
     is_plain,
@@ -162,12 +163,11 @@ def _scan(
 _ROWS, _CHANNELS, _HEADS, _WIDTH, _SIZE = 3, 12, 4, 8, 16
 
 
+_close = partial(close, atol=1e-4)
+
+
 def _numbers(*shape: int, seed: int) -> Tensor:
     return random(*shape, seed=seed, dtype=torch.float32)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def _convolves(own: Callable[..., Any]) -> bool:
@@ -255,11 +255,8 @@ def _net_form_of(module: nn.Module) -> frozenset[str] | None:
     found = with_torch_functions(type(module).forward, names)(small, x, cache)
     expected = _step(small, x, *held, _convolve_by_reference, _delta_rule_by_reference)
     after = layer.conv_states[0], layer.recurrent_states[0]
-    same = all(
-        one.shape == two.shape and torch.allclose(one, two, rtol=1e-3, atol=1e-4)
-        for one, two in zip((found, *after), (expected, *held), strict=True)
-    )
-    return names if same else None
+    same = map(_close, (found, *after), (expected, *held))
+    return names if all(same) else None
 
 
 def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

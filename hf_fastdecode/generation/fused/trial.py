@@ -1,4 +1,4 @@
-"""What the kinds of fused modules share: trials of a model's code, copies of it, and when a kernel runs in its place.
+"""Trials of a model's code, copies of it, and when a kernel runs in its place: what kinds of fused modules share.
 
 A trial runs code of a model on random numbers, to find whether it computes a known formula. Code around such a formula
 is copied: a function that a model's file defines is a global name of that file, and a copy of a module's ``forward``
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
@@ -20,6 +20,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..._compat import uncompiled_call
+from ...kernels.failures import KernelFailedError
 from ..interception.switches import own_method
 from ..snapshot import attributes
 
@@ -58,6 +60,23 @@ class FusedKind(NamedTuple):
     key: Callable[[nn.Module], Hashable | None]
     form_of: Callable[[nn.Module], Any]
     replacement: Callable[[nn.Module, Any], Any]
+
+
+def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
+    """Replacements of `FusedKind` by a kernel; where it does not serve a call or fails, the module's own code runs.
+
+    Args:
+        run: Called with the module, its form and what ``forward`` is given; None where the kernel does not serve that.
+    """
+
+    def call(module: nn.Module, form: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None
+        if is_plain(module):
+            with suppress(ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+                found = run(module, form, *args, **kwargs)
+        return uncompiled_call(module, *args, **kwargs) if found is None else found
+
+    return lambda module, form: partial(call, module, form)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
@@ -119,6 +138,17 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
     """Global names and attributes that the `forward` of a class reads; () where it is no Python function."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code.co_names if code is not None else ()
+
+
+def settings_of_activation(activation: Any) -> Hashable | None:
+    """As `settings`, of a module or function that another module calls."""
+    return settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+
+
+def close(found: Any, expected: Tensor, *, rtol: float = 1e-3, atol: float = 1e-3) -> bool:
+    """Whether a trial has found what is expected, but for roundings."""
+    same = isinstance(found, Tensor) and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    return same and torch.allclose(found, expected, rtol=rtol, atol=atol)
 
 
 def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
 from itertools import count
-from threading import Lock
 from types import FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from ..._compat import COMPILED_CALL, uncompiled_call
 from ...attention.active_passes import lengths_of_pass
 from ...attention.own_code import Method, own_code_of, stand_ins_of
 from ...errors import Unsupported
-from ...instance_methods import STATE_ATTRIBUTE, WeakMethod
+from ...instance_methods import STATE_ATTRIBUTE, Change, Switch, WeakMethod
 from ..foreign_code import is_capturable, is_of_transformers
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
@@ -168,51 +167,8 @@ def own_method(instance: object, name: str) -> Callable[..., Any] | None:
     return own
 
 
-class ReplacedCall(NamedTuple):
-    """A module's attribute, which only replaced calls set, and what is called in its place."""
-
-    module: nn.Module
-    attribute: str
-    call: Callable[..., Any]
-
-
-class _Switch:
-    """Puts calls on modules for the time of some passes, which may overlap in several threads.
-
-    The first pass to enter sets a module's attribute, the last to leave removes it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entries: dict[tuple[int, str], int] = {}
-
-    def enter(self, calls: Iterable[ReplacedCall]) -> None:
-        with self._lock:
-            for module, attribute, call in calls:
-                key = id(module), attribute
-                count = self._entries.get(key, 0)
-                if count == 0 and vars(module).get(attribute) is not None:
-                    continue  # the user's own, such as a compiled call
-                self._entries[key] = count + 1
-                vars(module)[attribute] = call
-
-    def leave(self, calls: Iterable[ReplacedCall]) -> None:
-        with self._lock:
-            for module, attribute, _ in calls:
-                key = id(module), attribute
-                count = self._entries.pop(key, 0)
-                if count > 1:
-                    self._entries[key] = count - 1
-                elif count == 1:
-                    vars(module).pop(attribute, None)
-
-    def is_taken(self, module: nn.Module, attribute: str) -> bool:
-        """Whether the attribute is the user's own, such as a compiled call, which `enter` leaves in place."""
-        with self._lock:
-            return vars(module).get(attribute) is not None and (id(module), attribute) not in self._entries
-
-
-replaced_calls = _Switch()
+replaced_calls = Switch(replaces=False)
+"""Calls of modules in the place of theirs; the user's own, such as a compiled call, stay."""
 
 
 _KNOWN = ("transformers.", "hf_fastdecode.")
@@ -267,14 +223,11 @@ class Overrides:
         """
         for one in self.found:
             _require_plain(self._modules[one.number], one.name)
-        replaced_calls.enter(self._calls)
-        try:
+        with replaced_calls.on(self._calls):
             yield
-        finally:
-            replaced_calls.leave(self._calls)
 
     @cached_property
-    def _calls(self) -> list[ReplacedCall]:
+    def _calls(self) -> list[Change]:
         return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
 
 
@@ -284,7 +237,7 @@ def _require_plain(module: nn.Module, name: str) -> None:
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
     if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
         raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
-    if replaced_calls.is_taken(module, _attribute(name)):
+    if replaced_calls.otherwise(module, _attribute(name)) is not None:
         what = "compiled call" if name == "forward" else f"{name} of its own"
         raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
     if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
@@ -295,14 +248,14 @@ def _attribute(name: str) -> str:
     return COMPILED_CALL if name == "forward" else name
 
 
-def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
+def _replacement(module: nn.Module, name: str, method: Method) -> Change:
     """The call of an override; passes of other threads run the module's own method."""
     own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
 
-    return ReplacedCall(module, _attribute(name), call)
+    return Change(module, _attribute(name), call)
 
 
 _HAND_LOOP_ON: Final = frozenset(
