@@ -104,10 +104,15 @@ class ActiveCall:
 active_call_of_thread: ContextVar[ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
+def active_call_of(model: PreTrainedModel) -> ActiveCall | None:
+    """The innermost active call of this thread, if it is this model's."""
+    call = active_call_of_thread.get()
+    return call if call is not None and call.model is model else None
+
+
 def structure_of_call(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
-    call = active_call_of_thread.get()
-    if call is None or call.model is not model:
+    if (call := active_call_of(model)) is None:
         return model_state.structure_of(model)
     if call.structure is None:
         call.structure = model_state.structure_of(model)

@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
-from ..parallel.ranks import sequence_group
-from ..parallel.sequence import SequenceParallel
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore, RepeatedPrompts
@@ -52,20 +50,9 @@ class ModelState:
         self.repeated = RepeatedPrompts()
         self.short_calls: ShortCalls | None = None  # once a call has saved too little
         self._logged: set[str] = set()
-        self._parallel: SequenceParallel | None = None
-
-    @property
-    def parallel(self) -> SequenceParallel | None:
-        """The processes between which contexts are divided; the same object for the same group."""
-        group = sequence_group(self.options.sequence_parallel)
-        if group is None:
-            return None
-        if self._parallel is None or self._parallel.group is not group:
-            self._parallel = SequenceParallel(group)
-        return self._parallel
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
-        return self.structure.of(model, self.parallel)
+        return self.structure.of(model, self.options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,13 +16,22 @@ from .._compat import fsdp2_stays_gathered
 from ..attention.active_passes import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
-from ..parallel.ranks import ALONE, Ranks, Together, common_group, in_several_processes, splitting_groups
+from ..parallel.ranks import (
+    ALONE,
+    Ranks,
+    Together,
+    common_group,
+    in_several_processes,
+    sequence_group,
+    splitting_groups,
+)
 from ..parallel.sequence import SequenceParallel
 from ..parallel.watchdog import watchdog_of
 from .foreign_code import Role, role_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .interception.switches import Overrides, find_overrides
+from .options import Options
 from .snapshot import ModelWalk, ModelWatch
 
 Answer = TypeVar("Answer")
@@ -37,8 +46,14 @@ class Structure:
         parallel: The processes between which the call's context is divided, if it is.
     """
 
-    def __init__(self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None):
-        self._model, self.known, self.parallel = model, known, parallel
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        known: Known | None = None,
+        parallel: SequenceParallel | None = None,
+        peer_timeout: float = float("inf"),
+    ):
+        self._model, self.known, self.parallel, self._peer_timeout = model, known, parallel, peer_timeout
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -75,6 +90,18 @@ class Structure:
         if not groups or (dividing is None and self.gathering is not None):
             return ALONE
         return Together(groups[0], input_device(self._model), watchdog_of(groups), type(self._model).__name__)
+
+    def running_pass(self) -> AbstractContextManager[None]:
+        """Context of a forward pass, in which the processes of the model communicate, see `Watchdog.running_pass`."""
+        return self.ranks.watchdog.running_pass(self._peer_timeout)
+
+    def require_same_pass(self, input_ids: object, queries: int) -> None:
+        """Raise ValueError on all processes if a pass that the user's code runs has other tokens on some of them.
+
+        They may have been drawn by a generator that nobody compared. Embeddings are compared by their number alone.
+        """
+        fields = {"input_ids": input_ids, "number of tokens of a row": queries}
+        self.ranks.require_same("a forward pass was called differently", fields)
 
     @property
     def spans_processes(self) -> bool:
@@ -172,16 +199,22 @@ class KeptStructure:
 
     def __init__(self) -> None:
         self._known: Known | None = None
+        self._parallel: SequenceParallel | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
 
-    def of(self, model: PreTrainedModel, parallel: SequenceParallel | None = None) -> Structure:
-        """The structure of the model as it is now, for a call whose context is divided between these processes."""
-        known = self._known
+    def of(self, model: PreTrainedModel, options: Options) -> Structure:
+        """The structure of the model as it is now, for a call with these options."""
+        group = sequence_group(options.sequence_parallel)
+        if group is None:
+            parallel = None
+        elif (parallel := self._parallel) is None or parallel.group is not group:
+            parallel = self._parallel = SequenceParallel(group)
+        known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
-            return Structure(model, known, parallel)
-        structure = Structure(model, parallel=parallel)
+            return Structure(model, known, parallel, timeout)
+        structure = Structure(model, None, parallel, timeout)
         structure.known = self._known = Known(structure)
         return structure
 

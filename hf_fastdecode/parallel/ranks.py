@@ -134,8 +134,6 @@ class Ranks:
 
     def require_same(self, what: str, fields: Mapping[str, object]) -> None:
         """Raise ValueError on all ranks if fields differ, by which `what` was done differently."""
-        with self.together() as offer:
-            offer.compare(lambda: fields, what)
 
     def all_raise(self, error: Exception) -> bool:
         """Whether every rank raises this error, so that they may go on from it alike."""
@@ -237,6 +235,10 @@ class Together(Ranks):
         if first:
             rank, text = first["unsupported"]
             raise Unsupported(f"on rank {rank}, {text}")
+
+    def require_same(self, what: str, fields: Mapping[str, object]) -> None:
+        with self.together() as offer:
+            offer.compare(lambda: fields, what)
 
     def all_raise(self, error: Exception) -> bool:
         return isinstance(error, NoRoomError)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ class Drawn(NamedTuple):
         return self.logits.log_softmax(-1).gather(1, self.tokens[:, None])[:, 0]
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """Samples tokens from logits.
 
     Attributes:
@@ -85,13 +86,10 @@ class Sampler(Protocol):
     """
 
     name: str
-    needs_finished_rows: bool
-    reads_tokens: bool
-    custom: bool
-    needs_all_rows: bool
-    generator_draws: bool
-    refuses_refill: str | None
+    needs_finished_rows = reads_tokens = custom = needs_all_rows = generator_draws = False
+    refuses_refill: str | None = None
 
+    @abstractmethod
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         """Sample a token for each row.
 
@@ -101,11 +99,9 @@ class Sampler(Protocol):
             input_ids: ``[rows, length]`` so far, if `needs_finished_rows`; a `custom` sampler may modify it in place.
             step: Tokens sampled per row before, of every row or of each: ``[rows]`` int64.
         """
-        ...
 
-    def forget(self, rows: Tensor) -> None:
+    def forget(self, rows: Tensor) -> None:  # noqa: B027
         """Forget what these rows, by their numbers in the call, have drawn: they begin anew."""
-        ...
 
 
 # transformers' processors with state between steps, or that call user code.
@@ -116,7 +112,7 @@ _KEEPS_STATE = {
 }
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """transformers' own processors and sampling, operation by operation.
 
     Random draws depend on the number of rows, so finished rows are kept, and where only a part of the call's rows
@@ -148,9 +144,6 @@ class TransformersSampler:
         else:
             tokens = torch.argmax(scores, dim=-1)
         return Drawn(tokens, scores, logits)
-
-    def forget(self, rows: Tensor) -> None:
-        """Nothing is known of a row but its tokens."""
 
     def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
         if len(rows) == self.rows:
@@ -185,7 +178,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 _launched: set[tuple[torch.device, torch.dtype, int, Hashable]] = set()
 
 
-class FastSampler:
+class FastSampler(Sampler):
     """The sampling kernel: transformers' distribution without a sort, with other random numbers.
 
     A row's random numbers depend on the seed, its number in the call and the step, not on the other rows. Raises
@@ -197,12 +190,6 @@ class FastSampler:
     """
 
     name = "fast"
-    needs_finished_rows = False
-    reads_tokens = False
-    custom = False
-    needs_all_rows = False
-    generator_draws = False
-    refuses_refill: str | None = None
 
     def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
         from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
@@ -305,36 +292,32 @@ def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: T
     return read_chain(processors, prompt_length=prompts.shape[1])
 
 
-# The order in which generate builds them; those that suppress tokens may come in any order, and several times.
-_ORDER = {
-    RepetitionPenaltyLogitsProcessor: 0,
-    MinLengthLogitsProcessor: 1,
-    MinNewTokensLengthLogitsProcessor: 1,
-    SuppressTokensLogitsProcessor: 1,
-    SuppressTokensAtBeginLogitsProcessor: 1,
-    TemperatureLogitsWarper: 2,
-    TopKLogitsWarper: 3,
-    TopPLogitsWarper: 4,
-    MinPLogitsWarper: 5,
-    TypicalLogitsWarper: 6,
-    LogitNormalization: 7,
+_FIELDS: dict[type, tuple[int, dict[str, str]]] = {
+    RepetitionPenaltyLogitsProcessor: (
+        0,
+        {"repetition_penalty": "penalty", "prompt_ignore_length": "prompt_ignore_length"},
+    ),
+    MinLengthLogitsProcessor: (1, {}),
+    MinNewTokensLengthLogitsProcessor: (1, {}),
+    SuppressTokensLogitsProcessor: (1, {}),
+    SuppressTokensAtBeginLogitsProcessor: (1, {}),
+    TemperatureLogitsWarper: (2, {"temperature": "temperature"}),
+    TopKLogitsWarper: (3, {"top_k": "top_k"}),  # the constructor has already raised it to min_tokens_to_keep
+    TopPLogitsWarper: (4, {"top_p": "top_p"}),
+    MinPLogitsWarper: (5, {"min_p": "min_p"}),
+    TypicalLogitsWarper: (6, {"typical_p": "mass"}),
+    LogitNormalization: (7, {}),  # changes no probability
 }
-
-_FIELDS: dict[type, dict[str, str]] = {
-    RepetitionPenaltyLogitsProcessor: {
-        "repetition_penalty": "penalty",
-        "prompt_ignore_length": "prompt_ignore_length",
-    },
-    TemperatureLogitsWarper: {"temperature": "temperature"},
-    TopKLogitsWarper: {"top_k": "top_k"},  # the constructor has already raised it to min_tokens_to_keep
-    TopPLogitsWarper: {"top_p": "top_p"},
-    MinPLogitsWarper: {"min_p": "min_p"},
-    TypicalLogitsWarper: {"typical_p": "mass"},
-    LogitNormalization: {},  # changes no probability
-}
-"""Fields of `Chain` that are attributes of one processor, by the attributes' names."""
+"""Processors that the kernel applies: the order in which generate builds them (those that suppress tokens may come in
+any order, and repeatedly), and fields of `Chain` that are attributes of one, by the attributes' names."""
 
 _SUPPRESSING = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor)
+
+_VALUES = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("min_new_tokens", "begin_step"),
+)
+"""Fields of `Chain` that the kernel reads from the device."""
 
 
 @dataclass(frozen=True)
@@ -380,17 +363,7 @@ class Chain:
             penalty=self.repetition_penalty != 1,
             eos_token_ids=self.eos_token_ids,
             suppressed=marks,
-            values={
-                "temperature": self.temperature,
-                "top_k": self.top_k,
-                "top_p": self.top_p,
-                "min_p": self.min_p,
-                "typical_p": self.typical_p,
-                "repetition_penalty": self.repetition_penalty,
-                "min_new_tokens": self.min_new_tokens,
-                "begin_step": self.begin_step,
-                "seed": seed,
-            },
+            values={name: getattr(self, name) for name in _VALUES} | {"seed": seed},
         )
 
 
@@ -421,17 +394,17 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
             tokens = _with(values.get("suppressed_at_begin"), processor.begin_suppress_tokens)
             values["suppressed_at_begin"], values["begin_step"] = tokens, begin
         else:
-            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind].items()}
+            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind][1].items()}
     return Chain(**values)
 
 
 def _check_place(processor: Any, last: Any) -> None:
     """Raise `Unsupported` for a processor that the kernel does not apply, or not after `last`."""
     kind, name = type(processor), type(processor).__name__
-    if kind not in _ORDER:
+    if kind not in _FIELDS:
         raise Unsupported(f"{name} is not among the processors that the kernel applies")
     again = kind is type(last) and kind not in _SUPPRESSING
-    if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
+    if last is not None and (_FIELDS[kind][0] < _FIELDS[type(last)][0] or again):
         raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         raise Unsupported(f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)")

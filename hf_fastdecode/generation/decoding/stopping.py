@@ -158,16 +158,16 @@ class FinishedRowPoller:
         self.device = device
         self.is_async = device.type == "cuda" and not synchronous
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-        self._states: deque[tuple[int, Tensor]] | None = None
+        self._generators: deque[tuple[int, Tensor]] | None = None
         if self.is_async and draws:
-            self._states = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
+            self._generators = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
 
     def poll(self, mask: Tensor, step: int) -> Tensor | None:
         """Return the mask of unfinished rows on the host, possibly some steps old; None between polls."""
         if not self.is_async:
             return mask.cpu()
-        if self._states is not None:
-            self._states.append((step, torch.cuda.get_rng_state(self.device)))
+        if self._generators is not None:
+            self._generators.append((step, torch.cuda.get_rng_state(self.device)))
         if step % _STEPS_BETWEEN_POLLS:
             return None
         known = None
@@ -182,7 +182,7 @@ class FinishedRowPoller:
         return known
 
     def restore_generator(self, step: int) -> None:
-        for known, state in self._states or ():
+        for known, state in self._generators or ():
             if known == step:
                 torch.cuda.set_rng_state(state, self.device)
 

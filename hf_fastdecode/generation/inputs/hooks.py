@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import ENCODE
-from ..active_call import active_call_of_thread
+from ..active_call import active_call_of
 from ..model_state import ModelState
 
 
@@ -18,8 +18,8 @@ def hold_before_encoding(
     model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
     """`ENCODE` of a decoder: is called with model arguments that hold raw images, and returns encoded ones."""
-    original, call = model_state.methods.original(model, ENCODE), active_call_of_thread.get()
-    if call is not None and call.model is model and call.may_hold:
+    original, call = model_state.methods.original(model, ENCODE), active_call_of(model)
+    if call is not None and call.may_hold:
         call.hold(model_kwargs, partial(original, inputs_tensor, dict(model_kwargs), *args))
         if call.inputs is not None:
             return model_kwargs
@@ -28,8 +28,8 @@ def hold_before_encoding(
 
 
 def expand_inputs(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
-    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of_thread.get()
-    if call is None or call.model is not model or args or not call.may_hold:
+    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of(model)
+    if call is None or args or not call.may_hold:
         return original(*args, **kwargs)
     call.hold(kwargs)
     if call.inputs is None:

@@ -18,7 +18,7 @@ from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
-from ..active_call import active_call_of_thread, structure_of_call
+from ..active_call import active_call_of, active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, reads_positions, takes_positions
 from ..inputs.encoded import prompt_names
@@ -76,20 +76,19 @@ def _forward_shared(
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.current.items:  # prefill replaces methods for its time
             structure.known = model_state.structure_of(model).known
-            _require_same_pass(structure, input_ids, queries)
+            structure.require_same_pass(input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         run = partial(original, *args, **kwargs)
         if cache.inputs is not None:
             run = partial(original, **with_cache(given, None))
         positions = given.get(called.positions)
-        output = _run_eagerly(model_state, model, cache, structure, run, positions, input_ids, (rows, queries))
+        output = _run_eagerly(model, cache, structure, run, positions, input_ids, (rows, queries))
     _note_model(model_state, model, cache, structure, was_empty=was_empty)
     return output
 
 
 def _run_eagerly(
-    model_state: ModelState,
     model: PreTrainedModel,
     cache: SharedContextCache,
     structure: Structure,
@@ -102,12 +101,12 @@ def _run_eagerly(
     queries = shape[1]
     own = cache.state.current.tensors is not None  # by transformers' own attention
     with (
-        structure.ranks.watchdog.running_pass(model_state.options.peer_timeout),
+        structure.running_pass(),
         nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries))),
         cache.all_or_nothing(*shape),
     ):
         if active_call_of_thread.get() is None and not cache.state.current.items:  # prefill may divide a pass
-            _require_same_pass(structure, input_ids, queries)
+            structure.require_same_pass(input_ids, queries)
         if cache.state.met is None or cache.state.met() is not model:
             cache.meet(structure.layout)
             cache.state.met = ref(model)
@@ -124,15 +123,6 @@ def _run_eagerly(
     return output
 
 
-def _require_same_pass(structure: Structure, input_ids: object, queries: int) -> None:
-    """Raise ValueError on all ranks if a pass that the user's code runs has other tokens on some of them.
-
-    They may have been drawn by a generator that nobody compared. Embeddings are compared by their number of tokens.
-    """
-    fields = {"input_ids": input_ids, "number of tokens of a row": queries}
-    structure.ranks.require_same("a forward pass was called differently", fields)
-
-
 def _note_model(
     model_state: ModelState,
     model: PreTrainedModel,
@@ -142,8 +132,8 @@ def _note_model(
     was_empty: bool,
 ) -> None:
     """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
-    active_call = active_call_of_thread.get()
-    users = active_call is None or active_call.model is not model or active_call.loop is not None
+    active_call = active_call_of(model)
+    users = active_call is None or active_call.loop is not None
     if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
         cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)

@@ -35,7 +35,7 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, reason_of
 from ...parallel.ranks import ALONE, Ranks, described, in_several_processes
-from ..active_call import ActiveCall, active_call_of_thread, structure_of_call
+from ..active_call import ActiveCall, active_call_of, active_call_of_thread, structure_of_call
 from ..call_context import CallContext
 from ..decoding.loop import decode_shared
 from ..decoding.sampling import generator_state
@@ -70,8 +70,7 @@ _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_c
 
 def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Decide whether the call shares; other decoding loops get a cache that prefills on their first pass."""
-    active_call = active_call_of_thread.get()
-    of_model = active_call if active_call is not None and active_call.model is model else None
+    active_call, of_model = active_call_of_thread.get(), active_call_of(model)
     given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
     if of_model is not None:
@@ -85,8 +84,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         of_model.reports.append(report)
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
-        report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
-        model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
+        what = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
+        _report_stock(model_state, report, what)
         return prepare()
     config, model_kwargs, mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     call = _call_context(model_state, model, config, model_kwargs, report)
@@ -126,7 +125,7 @@ def _call_context(
         del model_kwargs[name]
     call = CallContext(model, model_state, config, model_kwargs, report, structure_of_call(model_state, model))
     report.ranks, call.loop_is_users = call.ranks.count, loop_is_users
-    if active_call is not None and active_call.model is model:
+    if (active_call := active_call_of(model)) is not None:
         call.scope, held = active_call.scope, active_call.inputs
         if active_call.of_prefill:
             call.options = replace(call.options, max_rows=None)
@@ -140,13 +139,9 @@ def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str
     call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
+    stock, chunk, checks_masks = call.arguments.get(CACHE), call.config.prefill_chunk_size, call.may_keep_cache
     cache.first_pass = FirstPassPrompts(
-        call,
-        stock=call.arguments.get(CACHE),
-        longest=longest,
-        loop=loop,
-        chunk=call.config.prefill_chunk_size,
-        checks_masks=call.may_keep_cache,
+        call, stock=stock, longest=longest, loop=loop, chunk=chunk, checks_masks=checks_masks
     )
     call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.report.reason = f"the decoding loop of {loop} has not called the model"
@@ -236,6 +231,10 @@ def _report_bypass(
         report, reason = call.report, f"{name_of(original)}, which replaces generate, left out custom_generate"
     else:
         return
+    _report_stock(model_state, report, reason)
+
+
+def _report_stock(model_state: ModelState, report: CallReport, reason: str) -> None:
     report.reason = reason
     model_state.log_once(f"this generate call runs stock transformers: {reason}")
 
@@ -262,8 +261,8 @@ def _generate_stock(
     with model_state.call(model) as may_share, overrides_left_out(model):
         if may_share:
             mode_reason = "" if model_state.short_calls is None else model_state.short_calls.mode_reason
-            report = model_state.last_call = CallReport(reason=reason, mode_reason=mode_reason)
-            model_state.log_once(f"this generate call runs stock transformers: {reason}")
+            report = model_state.last_call = CallReport(mode_reason=mode_reason)
+            _report_stock(model_state, report, reason)
         try:
             return original(*args, **kwargs)
         except BaseException as error:
@@ -317,8 +316,7 @@ def extract_generation_mode_kwargs(
 ) -> dict[str, Any]:
     """Hide this package's loop from the model's own method."""
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
-    call = active_call_of_thread.get()
-    if call is not None and call.model is model:
+    if (call := active_call_of(model)) is not None:
         call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
     given = signature_of(original).bind(None if custom_generate is decode else custom_generate, *args, **kwargs)
     if in_several_processes() and given.arguments.get("synced_gpus", False) is None:
@@ -326,7 +324,7 @@ def extract_generation_mode_kwargs(
         synced = structure_of_call(model_state, model).gathering is not None
         given.arguments["synced_gpus"] = None if synced else False
     found: dict[str, Any] = original(*given.args, **given.kwargs)
-    if call is not None and call.model is model:
+    if call is not None:
         call.synced_gpus = bool(found.get("synced_gpus"))
     return found
 
@@ -339,7 +337,7 @@ def get_deprecated_gen_repo(
     custom_generate: Any = None,
 ) -> Any:
     original = model_state.methods.original(model, "_get_deprecated_gen_repo")
-    if (call := active_call_of_thread.get()) is not None and call.model is model:
+    if (call := active_call_of(model)) is not None:
         call.mode = mode
     return original(mode, trust_remote_code, None if custom_generate is decode else custom_generate)
 
@@ -376,9 +374,9 @@ def _shares_encoder(
     Args:
         others: Further arguments of `ENCODE`, one of which is the generation config.
     """
-    active_call = active_call_of_thread.get()
+    active_call = active_call_of(model)
     config = next((one for one in others if isinstance(one, GenerationConfig)), None)
-    if config is None or active_call is None or active_call.model is not model or active_call.mode is None:
+    if config is None or active_call is None or active_call.mode is None:
         return False
     if model_state.disable_pending or model.training:  # which draws numbers in each pass, though none drops anything
         return False
@@ -416,12 +414,8 @@ def decode(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
                         "on a GPU they are captured in CUDA graphs"
                     )
-                return _for_callers(
-                    model,
-                    decode_shared(
-                        call, passes.make_steps, start, input_ids, logits_processor, stopping_criteria, streamer
-                    ),
-                )
+                given = input_ids, logits_processor, stopping_criteria, streamer
+                return _for_callers(model, decode_shared(call, passes.make_steps, start, *given))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         _require_same_draws(call, "transformers")
@@ -434,8 +428,8 @@ def decode(
     stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
     if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
         model_kwargs["inputs_tensor"] = inputs_tensor
-    if active_call is not None and active_call.model is model and active_call.structure is not None:
-        ranks, device = active_call.structure.ranks, input_ids.device
+    if (of_model := active_call_of(model)) is not None and of_model.structure is not None:
+        ranks, device = of_model.structure.ranks, input_ids.device
         stopping_criteria = _agreed_criteria(ranks, stopping_criteria, generation_config, device)
     output = stock(
         model,

@@ -214,7 +214,7 @@ class CapturedPasses:
                 if parts:  # the whole pass runs eagerly
                     cache.crop(before - cache.suffix_length)
                 return None, reason
-            with self._call.ranks.watchdog.running_pass(self._call.options.peer_timeout):
+            with self._call.structure.running_pass():
                 parts.append(step.run(cache, part, places))
             if (origins := cache.state.suffixes.origins) is not None:
                 origins.append(cache.suffix_length + part.shape[1])
