@@ -1,4 +1,4 @@
-"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.24) that this package uses.
+"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.24) that this package uses, and newer Python.
 
 Each entry says what would replace it.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
+
+Value = TypeVar("Value")
 
 TRANSFORMERS: Final = transformers.__version__
 """Version of the installed transformers."""
@@ -115,6 +118,16 @@ COMPILED_CALL: Final = "_compiled_call_impl"
 
 Replace it when a module can be compiled for one thread or one context.
 """
+
+
+@contextmanager
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Context in which a variable has a value; ``with variable.set(value)`` where Python is 3.14 or newer."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

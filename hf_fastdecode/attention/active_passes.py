@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .._compat import ATTENTION_FIELD
+from .._compat import ATTENTION_FIELD, setting
 from ..instance_methods import Change, Switch
 from .own_code import own_code_of
 from .placeholders import NotATensorError
@@ -106,22 +106,14 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
 
     They are the distinct config objects that the model's attention layers and mask creation read.
     """
-    token = _lengths.set(lengths)
-    try:
-        with _configs.on([Change(config, ATTENTION_FIELD, _name_in(config)) for config in configs]):
-            yield
-    finally:
-        _lengths.reset(token)
-
-
-@contextmanager
-def as_stock() -> Iterator[None]:
-    """Context within `active` for modules that read no cache: their attention and masks are transformers' own."""
-    token = _lengths.set(None)
-    try:
+    changes = [Change(config, ATTENTION_FIELD, _name_in(config)) for config in configs]
+    with setting(_lengths, lengths), _configs.on(changes):
         yield
-    finally:
-        _lengths.reset(token)
+
+
+def as_stock() -> AbstractContextManager[None]:
+    """Context within `active` for modules that read no cache: their attention and masks are transformers' own."""
+    return setting(_lengths, None)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -12,8 +12,8 @@ Overrides of attention code that does not use this interface (`own_code`) call `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import setting
 from ..errors import Unsupported
 from .active_passes import (
     ATTENTION_NAME,
@@ -205,14 +206,9 @@ AttentionMaskInterface.register(ATTENTION_NAME, shared_context_mask)
 _positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
 
 
-@contextmanager
-def at_positions(position_ids: Tensor | None) -> Iterator[None]:
+def at_positions(position_ids: Tensor | None) -> AbstractContextManager[None]:
     """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
-    token = _positions.set(position_ids)
-    try:
-        yield
-    finally:
-        _positions.reset(token)
+    return setting(_positions, position_ids)
 
 
 def given_positions() -> Tensor | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from inspect import signature
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMode
 
+from .._compat import setting
 from .call_context import CallContext, CallScope
 from .forward_pass import left_out
 from .inputs.given import GivenInputs
@@ -23,14 +24,9 @@ from .structure import Structure
 _of_prefill: ContextVar[bool] = ContextVar("hf_fastdecode_of_prefill", default=False)
 
 
-@contextmanager
-def calls_of_prefill() -> Iterator[None]:
+def calls_of_prefill() -> AbstractContextManager[None]:
     """Context in which this thread's calls of `generate` are those of `prefill`, see `ActiveCall.of_prefill`."""
-    token = _of_prefill.set(True)
-    try:
-        yield
-    finally:
-        _of_prefill.reset(token)
+    return setting(_of_prefill, True)
 
 
 @dataclass

@@ -149,4 +149,4 @@ def test_what_a_call_kept_is_asked_again(change, caplog):
             assert report.path == "stock"
             assert expected in report.reason
         else:
-            assert state_of(model).structure.of(model).layout.smallest_window == 8
+            assert state_of(model).structure_of(model).layout.smallest_window == 8

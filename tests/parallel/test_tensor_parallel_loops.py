@@ -153,7 +153,7 @@ def forgotten_failures(models: Models) -> Any:
     with fd.enabled(models.split["small"]) as model:
         state = vars(model)["_hf_fastdecode"]
         steps = object.__new__(CapturedSteps)
-        steps._oversized, steps._structure = False, state.structure.of(model)
+        steps._oversized, steps._structure = False, state.structure_of(model)
         steps._step = mock.Mock(suits=lambda cache: False)
         steps.cache = mock.Mock(suffix_length=0)
         steps.cache.state.max_suffix = 4096

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import uncompiled_call
+from ..._compat import setting, uncompiled_call
 from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
@@ -129,27 +129,21 @@ class RowProducts:
     def __init__(self) -> None:
         self._arrived: dict[tuple[torch.cuda.Stream, bool], Tensor] = {}
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Context in which `row_products` returns these."""
-        token = _active.set(self)
-        try:
-            yield
-        finally:
-            _active.reset(token)
+    def here(self) -> AbstractContextManager[None]:
+        """Context in which `products_here` returns these."""
+        return setting(_active, self)
 
     def linears(
         self, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor] | None:
         """`F.linear` of one input by several weights; None where the kernel does not serve them."""
-        if not _served(inputs, weights, biases):
+        if refusal(inputs, weights, biases) is not None:
             return None
         from ...kernels.row_products.api import row_products
 
-        try:
+        with suppress(KernelFailedError):
             return row_products(inputs, weights, biases, self.counters(inputs.device))
-        except KernelFailedError:
-            return None
+        return None
 
     def gated(
         self,
@@ -159,14 +153,13 @@ class RowProducts:
         activation: Activation,
     ) -> Tensor | None:
         """``activation(F.linear(inputs, gate)) * F.linear(inputs, up)``; None where the kernel does not serve them."""
-        if not _served(inputs, weights, biases) or weights[0].shape != weights[1].shape:
+        if refusal(inputs, weights, biases) is not None or weights[0].shape != weights[1].shape:
             return None
         from ...kernels.row_products.api import gated_product
 
-        try:
+        with suppress(KernelFailedError):
             return gated_product(inputs, *weights, biases, activation, self.counters(inputs.device))
-        except KernelFailedError:
-            return None
+        return None
 
     def counters(self, device: torch.device) -> Tensor | None:
         """Arrival counters of launches on the current stream; None without a GPU."""
@@ -187,7 +180,3 @@ _active: ContextVar[RowProducts | None] = ContextVar("hf_fastdecode_products", d
 def products_here() -> RowProducts | None:
     """Those of this thread's pass, if any."""
     return _active.get()
-
-
-def _served(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    return refusal(inputs, weights, biases) is None

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..._compat import torch_function, uncompiled_call
+from ..._compat import torch_function
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, scan
 from .trial import (
     FusedKind,
+    by_copy,
     calling,
     close,
     function_key,
@@ -67,18 +68,11 @@ def with_torch_functions(forward: Any, names: frozenset[str]) -> Callable[..., A
     return copied
 
 
-def _replacement(module: nn.Module, names: frozenset[str]) -> Any:
-    forward = type(module).forward
-    copied = calling(forward, {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names})
-    assert copied is not None  # for `form_of` made one
-    return partial(_run, module, copied)
+def _others(forward: Callable[..., Any], names: frozenset[str]) -> dict[str, Callable[..., Any]]:
+    return {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names}
 
 
-def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor) or hidden.shape[1:-1] != (1,) or not runs_fused(hidden) or not is_plain(module):
-        return uncompiled_call(module, *args, **kwargs)
-    return forward(module, *args, **kwargs)
+_replacement = by_copy(_others, serves=lambda hidden: hidden.shape[1:-1] == (1,))
 
 
 def _convolve(

@@ -9,8 +9,8 @@ module is unchanged is asked at every call, since hooks and methods may be put o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..._compat import uncompiled_call
+from ..._compat import setting, uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ..interception.switches import own_method
 from ..snapshot import attributes
@@ -77,6 +77,33 @@ def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
         return uncompiled_call(module, *args, **kwargs) if found is None else found
 
     return lambda module, form: partial(call, module, form)
+
+
+def by_copy(
+    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]],
+    serves: Callable[[Tensor], bool] = lambda hidden: True,
+) -> Callable[[nn.Module, Any], Any]:
+    """Replacements of `FusedKind` by a copy of ``forward``, in which names are `others`, see `calling`.
+
+    Args:
+        others: Given ``forward`` and the module's form.
+        serves: Whether the copy runs for these hidden states; otherwise the module's own code does.
+    """
+
+    def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
+        forward = type(module).forward
+        copied = calling(forward, others(forward, form))
+        assert copied is not None  # for `form_of` made one
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, Tensor) and runs_fused(hidden) and serves(hidden) and is_plain(module):
+                return copied(module, *args, **kwargs)
+            return uncompiled_call(module, *args, **kwargs)
+
+        return call
+
+    return replacement
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
@@ -199,14 +226,9 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-@contextmanager
-def fused_here() -> Iterator[None]:
+def fused_here() -> AbstractContextManager[None]:
     """Context in which replaced modules run their kernels; other threads, also of the same model, are unaffected."""
-    token = _on.set(True)
-    try:
-        yield
-    finally:
-        _on.reset(token)
+    return setting(_on, True)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
 from itertools import count
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..._compat import COMPILED_CALL, uncompiled_call
+from ..._compat import COMPILED_CALL, setting, uncompiled_call
 from ...attention.active_passes import lengths_of_pass
 from ...attention.own_code import Method, own_code_of, stand_ins_of
 from ...errors import Unsupported
@@ -135,17 +135,12 @@ def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]
     return method
 
 
-@contextmanager
-def left_out(instance: object | None) -> Iterator[None]:
+def left_out(instance: object | None) -> AbstractContextManager[None]:
     """Context in which overrides of an instance that only prepare a call forward to the originals, in this thread.
 
     None ends that for a call within the context.
     """
-    token = _left_out.set(instance)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
+    return setting(_left_out, instance)
 
 
 def _key_of(method: object) -> int | None:
