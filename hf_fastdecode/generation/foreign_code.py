@@ -33,27 +33,12 @@ _PEFT_METHODS = (
 )
 # Packages whose modules and `forward`s compute per position, or attend like transformers' own.
 _KNOWN_CODE = (
-    "transformers",
-    "accelerate",
-    "torch",
-    "hf_fastdecode",
+    *("transformers", "accelerate", "torch", "hf_fastdecode"),
     *("peft.mixed_model", "peft.peft_model", "peft.tuners._buffer_dict", "peft.tuners.tuners_utils", "peft.utils"),
     *(f"peft.tuners.{method}" for method in _PEFT_METHODS),
     "trl",  # its fused head, which `generate` does not use
-    "torchao",
-    "bitsandbytes",
-    "optimum",
-    "gptqmodel",
-    "auto_gptq",
-    "awq",
-    "hqq",
-    "compressed_tensors",
-    "kernels",
-    "liger_kernel",
-    "flash_attn",
-    "fla",
-    "apex",
-    "transformer_engine",
+    *("torchao", "bitsandbytes", "optimum", "gptqmodel", "auto_gptq", "awq", "hqq", "compressed_tensors"),
+    *("kernels", "liger_kernel", "flash_attn", "fla", "apex", "transformer_engine"),
 )
 _WHY = "which would see prompts packed into one row"
 
@@ -156,21 +141,13 @@ def _is_of(home: str, packages: tuple[str, ...]) -> bool:
 
 
 class Role(Enum):
-    """What a forward hook does to a pass.
+    """What a forward hook does to a pass."""
 
-    Attributes:
-        IDLE: Nothing in passes without gradients, or it only records: a captured step may leave it out.
-        SAFE: Nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures.
-        GATHERS: It gathers a module's parameters before the module runs, and divides them again after it.
-        WRAPS: It does what the function does that it wraps.
-        READS_ROWS: Something that other rows or lengths would change.
-    """
-
-    IDLE = auto()
-    SAFE = auto()
-    GATHERS = auto()
-    WRAPS = auto()
-    READS_ROWS = auto()
+    IDLE = auto()  # nothing in passes without gradients, or it only records: a captured step may leave it out
+    SAFE = auto()  # nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures
+    GATHERS = auto()  # gathers a module's parameters before the module runs, and divides them again after it
+    WRAPS = auto()  # what the function does that it wraps
+    READS_ROWS = auto()  # something that other rows or lengths would change
 
 
 _ROLES: Final = {
@@ -267,11 +244,8 @@ def unwrapped(model: object) -> PreTrainedModel:
         found = inner
     if isinstance(found, PreTrainedModel):
         return found
-    raise TypeError(f"expected a transformers PreTrainedModel, got {_described(model)}; {_remedy(model)}")
-
-
-def _described(model: object) -> str:
-    return f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise TypeError(f"expected a transformers PreTrainedModel, got {got}; {_remedy(model)}")
 
 
 def _stored(wrapper: nn.Module, name: str) -> object:
@@ -280,11 +254,8 @@ def _stored(wrapper: nn.Module, name: str) -> object:
 
 
 def _remedy(model: object) -> str:
-    for name, part in vars(model).items() if hasattr(model, "__dict__") else ():
-        if isinstance(part, PreTrainedModel):
-            return f"pass its attribute {name!r}"
+    parts = [*vars(model).items()] if hasattr(model, "__dict__") else []
     if isinstance(model, nn.Module):
-        for name, part in model.named_modules():
-            if isinstance(part, PreTrainedModel):
-                return f"pass its attribute {name!r}"
-    return "load one with AutoModelForCausalLM.from_pretrained"
+        parts += model.named_modules()
+    name = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
+    return "load one with AutoModelForCausalLM.from_pretrained" if name is None else f"pass its attribute {name!r}"

@@ -180,18 +180,13 @@ class Structure:
 
 
 class Known:
-    """What was found about a model, which holds while its watch is untouched; neither modules nor tensors.
-
-    Attributes:
-        layout: None until it is asked for, and for models with layers of kind ``own``.
-        answers: By question, see `Structure.kept`.
-    """
+    """What was found about a model, which holds while its watch is untouched; neither modules nor tensors."""
 
     def __init__(self, structure: Structure):
         self.configs = structure.configs
         self.watch = ModelWatch(structure.walk, structure.configs)
-        self.layout: ModelLayout | None = None
-        self.answers: dict[Hashable, Any] = {}
+        self.layout: ModelLayout | None = None  # until it is asked for, and for models with layers of kind "own"
+        self.answers: dict[Hashable, Any] = {}  # by question, see `Structure.kept`
 
 
 class KeptStructure:

@@ -39,44 +39,24 @@ GATHERED_TOKENS = 1 << 16
 
 
 class OwnTokens(NamedTuple):
-    """Which of the new tokens of a pass this process stores.
+    """The new tokens of a pass that this process stores."""
 
-    Attributes:
-        spans: Where it stores them.
-        indices: Of them among the tokens of the pass: ``[tokens]`` int64, on the CPU.
-    """
-
-    spans: Path
-    indices: Tensor
+    spans: Path  # where it stores them
+    indices: Tensor  # [tokens] int64, on the CPU: of them among the tokens of the pass
 
 
 class SequenceParallel:
-    """The processes between which contexts are divided, and what this one stores of them.
+    """The processes between which contexts are divided, and what this one stores: of nodes `shard`, and `suffix_shard`.
 
-    Args:
-        group: The processes; all of them run the same calls.
-
-    Attributes:
-        shard: What this process stores of a segment whose tokens are dealt out one by one.
-        suffix_shard: What it stores of each suffix.
+    All of the group's processes run the same calls.
     """
 
     def __init__(self, group: ProcessGroup):
-        self.group, self.shard = group, Shard(group.rank(), group.size())
-        self.suffix_shard = Shard(group.rank(), group.size(), SUFFIX_BLOCK)
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.shard, self.suffix_shard = Shard(self.rank, self.ranks), Shard(self.rank, self.ranks, SUFFIX_BLOCK)
         # The latest ones, and what is stored of them here; another thread may replace them.
         self._forests: tuple[Forest, Forest] | None = None
         self._suffixes: tuple[SuffixLengths, SuffixLengths] | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the group."""
-        return self.shard.rank
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-        return self.shard.ranks
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
@@ -104,12 +84,9 @@ class SequenceParallel:
         """Tokens that this process stores of each suffix; the same object for the same lengths."""
         known = self._suffixes
         if known is None or known[0] != lengths:
-            shard, per_row = self.suffix_shard, lengths.per_row
-            stored = SuffixLengths(
-                shard.count(lengths.longest),
-                None if per_row is None else shard.counts(per_row),
-                shard.count(lengths.shortest),
-            )
+            shard = self.suffix_shard
+            per_row = None if lengths.per_row is None else shard.counts(lengths.per_row)
+            stored = SuffixLengths(shard.count(lengths.longest), per_row, shard.count(lengths.shortest))
             known = self._suffixes = lengths, stored
         return known[1]
 
@@ -235,15 +212,10 @@ def window_is_not_divided(window: int) -> Unsupported:
 
 
 class PartialBuffer(NamedTuple):
-    """A partial in one piece of memory, to be sent as it is.
+    """A partial in one piece of memory, to be sent as it is."""
 
-    Attributes:
-        flat: ``[elements]`` fp32 (fp64 for fp64 partials): all of ``out``, then all of ``lse``.
-        partial: Views of it, to be written: ``out`` ``[..., head_dim]`` and ``lse`` ``[...]``.
-    """
-
-    flat: Tensor
-    partial: Partial
+    flat: Tensor  # [elements] fp32 (fp64 for fp64 partials): all of out, then all of lse
+    partial: Partial  # views of it, to be written: out [..., head_dim] and lse [...]
 
 
 def partial_buffer(

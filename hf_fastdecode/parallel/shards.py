@@ -44,19 +44,12 @@ the tiles in which slim kernels count positions."""
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank stores of runs that are dealt out to all ranks.
-
-    Attributes:
-        rank: Its number.
-        ranks: Number of ranks.
-        block: Consecutive tokens of a run on one rank.
-        run: Tokens of each of the runs that a segment consists of, one after the other; None for one of any length.
-    """
+    """What one rank stores of runs that are dealt out to all ranks."""
 
     rank: int
     ranks: int
-    block: int = 1
-    run: int | None = None
+    block: int = 1  # consecutive tokens of a run on one rank
+    run: int | None = None  # tokens of each of the runs that a segment consists of; None for one of any length
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -214,22 +207,14 @@ class InPass(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedPass:
-    """What a rank computes of a pass.
-
-    Attributes:
-        tokens: Tokens of the whole pass.
-        indices: Those that this rank computes: ``[own]`` int64 ascending, on the CPU.
-        runs: These as runs, whose contexts are those of the whole runs and `InPass`.
-        order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
-        longest: Most tokens of a rank.
-    """
+    """What a rank computes of a pass."""
 
     group: ProcessGroup
-    tokens: int
-    indices: Tensor
-    runs: PackedRuns
-    order: Tensor
-    longest: int
+    tokens: int  # of the whole pass
+    indices: Tensor  # [own] int64 ascending, on the CPU: the tokens that this rank computes
+    runs: PackedRuns  # these as runs, whose contexts are those of the whole runs and `InPass`
+    order: Tensor  # [tokens] int64, on the CPU: for each token, rank and index there, as rank * `longest` + index
+    longest: int  # most tokens of a rank
 
     @classmethod
     def of(cls, runs: Sequence[Run], group: ProcessGroup) -> DividedPass | None:

@@ -57,17 +57,11 @@ _START_AGAIN = "; these processes cannot compute the model together any more: en
 
 
 class Event(NamedTuple):
-    """A call, pass or collective that a process began, or the end of a call.
-
-    Attributes:
-        doing: Its name.
-        communicates: Whether collectives that are not logged follow, as within a pass.
-        error: The error by which a call ended.
-    """
+    """A call, pass or collective that a process began, or the end of a call."""
 
     doing: str
-    communicates: bool = False
-    error: str | None = None
+    communicates: bool = False  # collectives that are not logged follow, as within a pass
+    error: str | None = None  # by which a call ended
 
 
 class Heartbeat(NamedTuple):

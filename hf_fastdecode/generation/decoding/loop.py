@@ -42,20 +42,13 @@ _REPLAY = 16
 
 @dataclass
 class _Batch:
-    """The rows of a wave that decode steps compute.
-
-    Attributes:
-        rows: ``[batch]`` int64: their numbers in the call.
-        positions: ``[batch]`` int64: of the tokens drawn last.
-        active: ``[batch]`` int64: the rows as indices of the wave; None for all of it.
-        steps: None before the first step, which the first token does without.
-    """
+    """The rows of a wave that decode steps compute."""
 
     cache: SharedContextCache
-    rows: Tensor
-    positions: Tensor
-    active: Tensor | None = None
-    steps: Steps | None = None
+    rows: Tensor  # [batch] int64: their numbers in the call
+    positions: Tensor  # [batch] int64: of the tokens drawn last
+    active: Tensor | None = None  # [batch] int64: the rows as indices of the wave; None for all of it
+    steps: Steps | None = None  # none before the first step, which the first token does without
 
     def next_logits(self, last: Tensor, make_steps: StepsMaker) -> Tensor:
         """Logits ``[batch, vocabulary]`` after the `last` tokens of the wave's rows."""
@@ -455,10 +448,9 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 def decode_context(model: PreTrainedModel, rows: int) -> AbstractContextManager[None]:
     """transformers' context of decode steps, except where it would slow down steps of many rows.
 
-    In its context the experts run by ``batched_mm``, which first copies the weights of each row's experts, and is for
-    few rows. Outside of it they run by ``grouped_mm``, which reads the weights of each chosen expert once. From as
-    many pairs of row and expert as there are experts, the copies are several times what all experts have. fp32 models
-    keep the context, so that they compute what stock computes.
+    There experts run by ``batched_mm``, which first copies the weights of each row's experts, and not by
+    ``grouped_mm``, which reads the weights of each chosen expert once. fp32 models keep the context, so that they
+    compute what stock computes.
     """
     config = model.config.get_text_config(decoder=True)
     chosen = getattr(config, "num_experts_per_tok", None) or 0

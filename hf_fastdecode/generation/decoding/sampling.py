@@ -42,19 +42,12 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 
 
 class Drawn(NamedTuple):
-    """Tokens sampled in one step.
+    """Tokens sampled in one step; scores, logits and log-probabilities if the sampler returns them."""
 
-    Attributes:
-        tokens: ``[rows]`` int64.
-        scores: ``[rows, vocabulary]`` fp32, processed; None if the sampler does not return them.
-        logits: ``[rows, vocabulary]`` fp32, raw; likewise.
-        logprobs: ``[rows]`` fp32: log-probabilities of the tokens under the raw logits; likewise.
-    """
-
-    tokens: Tensor
-    scores: Tensor | None = None
-    logits: Tensor | None = None
-    logprobs: Tensor | None = None
+    tokens: Tensor  # [rows] int64
+    scores: Tensor | None = None  # [rows, vocabulary] fp32, processed
+    logits: Tensor | None = None  # [rows, vocabulary] fp32, raw
+    logprobs: Tensor | None = None  # [rows] fp32, of the tokens under the raw logits
 
     def scatter(self, active: Tensor, rows: int) -> Drawn:
         """Scatter to a batch of `rows` rows at the indices `active`; zeros elsewhere."""
@@ -322,16 +315,7 @@ _VALUES = (
 
 @dataclass(frozen=True)
 class Chain:
-    """Parameters of a list of logits processors; absent processors have neutral values.
-
-    Attributes:
-        prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
-        min_new_tokens: Minimum new tokens before an end token is allowed.
-        eos_token_ids: The end tokens suppressed until then.
-        suppressed: ``[any]``: tokens that are never drawn, or None. They stay on the device, which is not waited for.
-        suppressed_at_begin: ``[any]``: tokens that are not drawn at step `begin_step`, or None.
-        begin_step: That step, by the tokens drawn before it; -1 if it is no step of the call.
-    """
+    """Parameters of a list of logits processors; absent processors have neutral values."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -339,12 +323,12 @@ class Chain:
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
-    prompt_ignore_length: int | Tensor | None = None
-    min_new_tokens: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    suppressed: Tensor | None = None
-    suppressed_at_begin: Tensor | None = None
-    begin_step: int = -1
+    prompt_ignore_length: int | Tensor | None = None  # leading tokens exempt from the penalty, of each row or of all
+    min_new_tokens: int = 0  # before an end token is allowed
+    eos_token_ids: tuple[int, ...] = ()  # the end tokens suppressed until then
+    suppressed: Tensor | None = None  # [any]: tokens never drawn; they stay on the device, which is not waited for
+    suppressed_at_begin: Tensor | None = None  # [any]: tokens that are not drawn at step `begin_step`
+    begin_step: int = -1  # by the tokens drawn before it; -1 if it is no step of the call
 
     def settings(self, device: torch.device | str, vocab: int, *, greedy: bool = False, seed: int = 0) -> Settings:
         """Kernel settings for this chain and logits of a vocabulary.

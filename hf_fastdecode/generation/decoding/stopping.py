@@ -188,42 +188,24 @@ class FinishedRowPoller:
 
 
 class Ends(NamedTuple):
-    """What ends with a step.
+    """The end of a step."""
 
-    Attributes:
-        tokens: ``[rows]`` int64: the step's, with the pad token in finished rows.
-        rows: Bool ``[rows]``: rows that end; None without such criteria.
-        all: Whether all end.
-    """
-
-    tokens: Tensor
-    rows: Tensor | None
+    tokens: Tensor  # [rows] int64: the step's, with the pad token in finished rows
+    rows: Tensor | None  # bool [rows]: rows that end; None without such criteria
     all: bool
 
 
 @dataclass(frozen=True)
 class Decisions:
-    """How a loop runs, as the processes of the model have agreed.
-
-    Attributes:
-        fit: Rows that fit in memory at once.
-        can_compact: Whether finished rows can be compacted: needs a pad token, no returned cache, and no custom
-            processors.
-        splits: Whether rows may decode apart: no streamer, and no custom processors or criteria, see all of them at
-            every step.
-        polls_late: Whether not to poll at every step: no custom code sees undone steps, and no time limit counts
-            device time.
-        ends_alike: Whether all processes see rows end alike; else rank 0 decides.
-        drops_logprobs: Whether log-probabilities are returned nowhere.
-    """
+    """How a loop runs, as the processes of the model have agreed."""
 
     ranks: Ranks
-    fit: int
-    can_compact: bool
-    splits: bool
-    polls_late: bool
-    ends_alike: bool
-    drops_logprobs: bool
+    fit: int  # rows that fit in memory at once
+    can_compact: bool  # finished rows leave: there is a pad token, no returned cache, and no custom processor
+    splits: bool  # rows may decode apart: no streamer, custom processor or criterion sees all of them at every step
+    polls_late: bool  # not at every step: no custom code sees undone steps, and no time limit counts device time
+    ends_alike: bool  # all processes see rows end alike; else rank 0 decides
+    drops_logprobs: bool  # log-probabilities are returned nowhere
 
     def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
         """A step of rank 0's tokens, and its ends where others could see them differently; one collective.

@@ -90,29 +90,17 @@ FIRST_ROOM = 512
 
 @dataclass
 class Wave:
-    """A batch of rows that decode together.
+    """A batch of rows that decode together."""
 
-    Attributes:
-        rows: ``[rows]`` int64: row numbers in the call.
-        tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
-        ends: ``[rows]`` int64: number of sampled tokens when the row finished.
-        drawn: Tokens sampled per row.
-        generator: State of torch's generator before the next draw, or after the last one; None if nothing is drawn
-            with it.
-        scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.
-        logits: Collected raw logits, likewise.
-        logprobs: Log-probabilities of the sampled tokens under the raw logits, ``[rows]`` fp32 per step, if available.
-    """
-
-    rows: Tensor
-    tokens: Tensor
+    rows: Tensor  # [rows] int64: row numbers in the call
+    tokens: Tensor  # [rows, capacity] int64: prompts followed by sampled tokens
     unfinished: Tensor
-    ends: Tensor
-    drawn: int = 0
-    generator: Tensor | None = None
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
+    ends: Tensor  # [rows] int64: number of sampled tokens when the row finished
+    drawn: int = 0  # tokens sampled per row
+    generator: Tensor | None = None  # state of torch's generator before the next draw, or after the last, if it draws
+    scores: list[Tensor] = field(default_factory=list)  # [rows, vocabulary] per step, if requested
+    logits: list[Tensor] = field(default_factory=list)  # raw ones, likewise
+    logprobs: list[Tensor] = field(default_factory=list)  # [rows] fp32 per step, of sampled tokens, if available
 
     @classmethod
     def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:

@@ -64,13 +64,7 @@ _OF_TRANSFORMERS = (_GROUPED, "batched_mm")
 
 
 class Form(NamedTuple):
-    """What a module computes.
-
-    Attributes:
-        transposed: As of `Weights`.
-        interleaved: Likewise.
-        gate: What stands between the products.
-    """
+    """The formula of a module, of whose weights `transposed` and `interleaved` are as of `Weights`."""
 
     transposed: bool
     interleaved: bool

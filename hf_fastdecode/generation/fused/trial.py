@@ -45,21 +45,13 @@ TRIED_IN = torch.bfloat16
 
 
 class FusedKind(NamedTuple):
-    """One kind of modules, such as norms, that kernels can compute.
+    """One kind of modules, such as norms, that kernels can compute."""
 
-    Attributes:
-        what: The name of such modules in reports.
-        may_be: Whether modules of a class may be of this kind: a quick look, before each is tried.
-        key: What tells modules apart that compute differently; None for a module of other parts.
-        form_of: The form of the known formula that a module computes, by a trial; None if it computes another.
-        replacement: What is called in place of a module's ``forward``, with its arguments.
-    """
-
-    what: str
-    may_be: Callable[[type[nn.Module]], bool]
-    key: Callable[[nn.Module], Hashable | None]
-    form_of: Callable[[nn.Module], Any]
-    replacement: Callable[[nn.Module, Any], Any]
+    what: str  # the name of such modules in reports
+    may_be: Callable[[type[nn.Module]], bool]  # a quick look at a class, before each module of it is tried
+    key: Callable[[nn.Module], Hashable | None]  # tells apart what computes differently; None for other parts
+    form_of: Callable[[nn.Module], Any]  # the form of the known formula, by a trial; None if it is another one
+    replacement: Callable[[nn.Module, Any], Any]  # what is called in place of a module's forward, with its arguments
 
 
 def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:

@@ -56,11 +56,9 @@ from .forward import forward
 from .switches import (
     hands_generate_on,
     name_of,
+    passes_loop_on,
     reads_its_cache,
     signature_of,
-    takes_any,
-    takes_loop,
-    wrappers_pass_loop_on,
 )
 from .switches import left_out as overrides_left_out
 
@@ -174,7 +172,8 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
-    takes_ours = loop is None and _takes_ours(model_state, model, original, args, kwargs)
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
@@ -205,20 +204,6 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
-
-
-def _takes_ours(
-    model_state: ModelState,
-    model: PreTrainedModel,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether the model's own `generate`, called with these arguments, passes a decoding loop on."""
-    signature = signature_of(original)
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
-    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
-    return takes and wrappers_pass_loop_on(original)
 
 
 def _report_bypass(

@@ -61,10 +61,8 @@ class WrappedMethods:
             if name in self._saved:  # transformers inspects forward's signature
                 own = inspect.signature(self._saved[name])
                 first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
-                rest = [
-                    parameter for name, parameter in own.parameters.items() if name != first.name
-                ]  # their wrapper wraps ours
-                method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
+                others = [one for one in own.parameters.values() if one.name != first.name]  # their wrapper wraps ours
+                method.__signature__ = own.replace(parameters=[first, *others])  # type: ignore[attr-defined]
             vars(instance)[name] = WeakMethod(method, instance)
 
     def uninstall(self, instance: object) -> None:
@@ -199,12 +197,7 @@ def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -
 
 
 class Overrides:
-    """Overrides of the attention code of a model, and the context in which they run.
-
-    Args:
-        modules: The model's modules.
-        found: Of these modules.
-    """
+    """Overrides of the attention code of these modules, and the context in which they run."""
 
     def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
         self._modules, self.found = modules, found
@@ -275,10 +268,35 @@ def signature_of(method: Callable[..., Any]) -> inspect.Signature:
     return found
 
 
-def takes_loop(signature: inspect.Signature, given: int) -> bool:
-    """Whether ``custom_generate`` is a parameter after the `given` positional arguments."""
-    names = list(signature.parameters)
-    return "custom_generate" in names and given <= names.index("custom_generate")
+def passes_loop_on(generate: Callable[..., Any], given: int, *, hands_on: bool) -> bool:
+    """Whether a `generate` and what it wraps take ``custom_generate``, after so many positional arguments.
+
+    Args:
+        hands_on: Whether it hands on what else it is given, so that it may take it among any arguments.
+    """
+    parameters = signature_of(generate).parameters
+    takes = "custom_generate" in parameters and given <= list(parameters).index("custom_generate")
+    takes |= hands_on and _takes_any(parameters)
+    inner: Callable[..., Any] | None = generate
+    while takes and inner is not None:  # a wrapper may take fewer arguments than what it wraps
+        if isinstance(inner, partial):
+            inner = inner.func
+        else:
+            takes = _takes_or_passes_on(inner)
+            inner = getattr(inner, "__wrapped__", None)
+    return takes
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    return "custom_generate" in parameters or _takes_any(parameters)
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
 def reads_its_cache(kind: type) -> bool:
@@ -293,37 +311,10 @@ def _of_transformers(kind: type) -> str | None:
     return getattr(method, "__qualname__", None) if of_models else None
 
 
-def wrappers_pass_loop_on(function: Callable[..., Any]) -> bool:
-    """Whether wrappers take ``custom_generate``, or any argument: they may take fewer than what they wrap."""
-    inner: Callable[..., Any] | None = function
-    while inner is not None:
-        if isinstance(inner, partial):
-            inner = inner.func
-            continue
-        if not _takes_or_passes_on(inner):
-            return False
-        inner = getattr(inner, "__wrapped__", None)
-    return True
-
-
-def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
-    code = function.__code__ if isinstance(function, FunctionType) else None
-    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
-        return True
-    signature = inspect.signature(function, follow_wrapped=False)
-    return "custom_generate" in signature.parameters or takes_any(signature)
-
-
-def takes_any(signature: inspect.Signature) -> bool:
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
-
-
 def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
     """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
     own, name = own_code_of(kind), _of_transformers(kind)
-    if name in _HAND_LOOP_ON:
-        return True
-    return own is not None and name is not None and own.hands_generate_on(arguments)
+    return name in _HAND_LOOP_ON or (own is not None and name is not None and own.hands_generate_on(arguments))
 
 
 def name_of(function: Callable[..., Any]) -> str:
