@@ -46,7 +46,7 @@ class OwnTokens(NamedTuple):
 
 
 class SequenceParallel:
-    """The processes between which contexts are divided, and what this one stores: of nodes `shard`, and `suffix_shard`.
+    """The processes between which contexts are divided, and what this one stores, by `shard` and `suffix_shard`.
 
     All of the group's processes run the same calls.
     """

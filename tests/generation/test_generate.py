@@ -5,11 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    StoppingCriteria,
-    TextStreamer,
-)
+from transformers import LogitsProcessor, StoppingCriteria, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd

@@ -36,6 +36,8 @@ from .scenarios import (
     raising,
     reason,
     same_value,
+    sees,
+    sights,
     values,
 )
 
@@ -50,7 +52,7 @@ def other_seeds(models: Models) -> Any:
         return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
 
 
-@scenario
+@sees([1, 8])
 def time_limits(models: Models) -> Any:
     found = []
     with fd.enabled(models.split["llama"]) as model:
@@ -61,7 +63,7 @@ def time_limits(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees(True)
 def time_limits_of_drafts(models: Models) -> Any:
     """By the clock of rank 1 every draft takes too long, which the one of rank 0 does not say."""
     alone, clock = models.alone["llama"], itertools.count(step=10**6 * models.rank)
@@ -94,7 +96,7 @@ class _Recorder(BaseStreamer):
         self.pieces.append(0)
 
 
-@scenario
+@sees([[3, "shared", True], [3, "shared", True], [3, "stock", True]])
 def criteria_of_rank_0(models: Models) -> Any:
     """In this package's loop, another one, and a call that runs stock; each rank would end at another step."""
     found = []
@@ -116,12 +118,13 @@ def streams_on_rank_0(models: Models) -> Any:
         return len(tokens[0]) - PROMPT.shape[1], recorder.pieces, reason(model)
 
 
-@scenario
+@sees([True, 2])
 def waves(models: Models) -> Any:
+    """All split where one lacks memory."""
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         with raising(1, models, SharedContextCache, "reserve", torch.OutOfMemoryError("no memory")):
             tokens = draw(model, models.rank, PROMPTS, **GREEDY)
-        return tokens, draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
+        return tokens == draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
 
 
 CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
@@ -129,7 +132,7 @@ FEW = GREEDY | {"max_new_tokens": 4}
 """Of steps by interpreted kernels."""
 
 
-@scenario
+@sees([[True, "eager", 2], [True, "graph", 2]], kernels=True)
 def compacting_without_memory(models: Models) -> Any:
     """Memory for the suffixes of active rows is short on one rank, for eager steps and captured ones."""
     found = []
@@ -147,7 +150,7 @@ def compacting_without_memory(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees([True, False])
 def forgotten_failures(models: Models) -> Any:
     """One rank has forgotten that a capture for long completions failed: none captures again."""
     with fd.enabled(models.split["small"]) as model:
@@ -191,7 +194,7 @@ def captured_steps(models: Models) -> Any:
     return tokens == again == expected, call.mode, call.compactions, call.captures, known.captures
 
 
-@scenario
+@sees([[True, "graph", 2], [True, "eager", 2]], kernels=True)
 def captured_on_one_rank(models: Models) -> Any:
     """The first capture succeeds on both, the second, of fewer rows, on one: the first goes on if it fits on both."""
     original, original_fits, found = CapturedStep.__init__, CapturedStep.fits, []
@@ -219,7 +222,7 @@ def captured_on_one_rank(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees("eager", kernels=True)
 def captured_on_no_rank(models: Models) -> Any:
     """A failure of one rank's first capture makes all run eagerly, if the mode is not forced."""
     original = CapturedStep.__init__
@@ -235,10 +238,11 @@ def captured_on_no_rank(models: Models) -> Any:
         mock.patch.object(CapturedStep, "__init__", make),
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
-        return draw(model, models.rank, **CAPTURED), fd.explain(model).last_call.mode
+        draw(model, models.rank, **CAPTURED)
+        return fd.explain(model).last_call.mode
 
 
-@scenario
+@sees([True, "graph", 2, True], kernels=True)
 def captured_without_memory(models: Models) -> Any:
     """Memory for the first capture's tables is short on one rank, which both know before they run a pass."""
     passes, original = itertools.count(), CapturedStep.capture
@@ -301,33 +305,12 @@ def test_rank_0_draws_for_all(seen):
     assert (path, compactions > 1) == ("shared", True)
 
 
-def test_time_limits_and_criteria_are_those_of_rank_0(seen):
-    assert same_value(seen, "time_limits") == [1, 8]
-    assert same_value(seen, "time_limits_of_drafts") is True
-    assert same_value(seen, "criteria_of_rank_0") == [[3, "shared", True], [3, "shared", True], [3, "stock", True]]
-
-
 def test_one_rank_may_stream(seen):
     first, second = values(seen, "streams_on_rank_0")
     assert first[0] == second[0] == 8
     assert first[1] == [87, *[1] * 8, 0]
     assert first[2] == second[2] != ""
     assert first[2].startswith("shared")
-
-
-def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
-    tokens, alone, waves = same_value(seen, "waves")
-    assert tokens == alone
-    assert waves == 2
-
-
-def test_all_ranks_split_into_waves_where_one_cannot_compact(seen):
-    pytest.importorskip("triton")
-    assert same_value(seen, "compacting_without_memory") == [[True, "eager", 2], [True, "graph", 2]]
-
-
-def test_ranks_capture_again_together(seen):
-    assert same_value(seen, "forgotten_failures") == [True, False]
 
 
 def test_ranks_hold_their_captures_together(seen):
@@ -343,9 +326,6 @@ def test_ranks_capture_together_or_not_at_all(seen):
     assert right
     assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
     assert compactions >= 1
-    assert same_value(seen, "captured_on_one_rank") == [[True, "graph", 2], [True, "eager", 2]]
-    assert same_value(seen, "captured_on_no_rank")[1] == "eager"
-    assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
     for one in seen["failing_pass_of_a_capture"]:
         assert one.error.startswith("PassFailedError: a forward pass failed before its capture")
         assert "(OutOfMemoryError: no memory)" in one.error
@@ -356,3 +336,6 @@ def test_other_loops_draw_what_one_process_draws(seen):
     assert [path.partition(":")[0] for _, _, path in found] == ["shared", "stock", "shared", "stock"]
     for tokens, alone, _ in found:
         assert tokens == alone
+
+
+test_what_processes_see = sights(__name__)

@@ -53,13 +53,7 @@ from ..steps.modes import call_passes, choose_mode
 from ..support.call import check_call, other_loop
 from ..support.model import check_sequence_parallel
 from .forward import forward
-from .switches import (
-    hands_generate_on,
-    name_of,
-    passes_loop_on,
-    reads_its_cache,
-    signature_of,
-)
+from .switches import hands_generate_on, name_of, passes_loop_on, reads_its_cache, signature_of
 from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
