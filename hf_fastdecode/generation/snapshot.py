@@ -55,12 +55,16 @@ class ModelWalk:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters, tied ones once, in the order of `nn.Module.parameters`."""
-        return _distinct(parameter for module in self.modules for parameter in module.__dict__["_parameters"].values())
+        return self._tensors("_parameters")
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers, shared ones once, in the order of `nn.Module.buffers`."""
-        return _distinct(buffer for module in self.modules for buffer in module.__dict__["_buffers"].values())
+        return self._tensors("_buffers")
+
+    def _tensors(self, kind: str) -> list[Tensor]:
+        every = chain.from_iterable(module.__dict__[kind].values() for module in self.modules)
+        return list({id(tensor): tensor for tensor in every if tensor is not None}.values())
 
     @property
     def with_code(self) -> list[nn.Module]:
@@ -109,10 +113,6 @@ def attributes(one: object) -> dict[str, Any]:
     return one.__dict__.copy()
 
 
-def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
-
-
 ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
@@ -141,10 +141,7 @@ def pass_settings(
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: ModelWalk | None = None) -> Hashable:
-    """Model state that a capture bakes in: tensors' memory, host state of modules and configs.
-
-    `walk` is one over the model, where the caller has it already.
-    """
+    """Model state that a capture bakes in: tensors' memory, host state of modules and configs."""
     walk = walk or ModelWalk(model)
     return (
         layouts(walk.parameters),
@@ -175,19 +172,17 @@ def config_field(name: str, value: Any) -> Hashable:
 
 def adapter_state(walk: ModelWalk) -> Hashable:
     """Active adapters and their settings, by layer name."""
-    found = [(module, switches) for module in walk.modules if (switches := _adapter_switches(module))]
+    adapted = [module for module in walk.modules if not module.__dict__.keys().isdisjoint(ADAPTER_SWITCHES)]
+    found = [(module, switches) for module in adapted if (switches := _adapter_switches(module))]
     paths = walk.paths() if found else {}
     return tuple((paths[module], *switches) for module, switches in found)
 
 
 def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
-    attributes = module.__dict__
-    if attributes.keys().isdisjoint(ADAPTER_SWITCHES):
-        return []
     return [
         (name, str(value))
         for name in ADAPTER_SWITCHES
-        if (value := attributes.get(name)) is not None
+        if (value := module.__dict__.get(name)) is not None
         if name != "scaling" or isinstance(value, dict)  # PEFT's is a dict by adapter; others are unrelated
     ]
 
@@ -264,11 +259,6 @@ def _function(method: object) -> object:
     return getattr(method, "__func__", method)
 
 
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Data pointers of the tensors, or of what this process stores of them."""
-    return tuple(local_part(tensor).data_ptr() for tensor in tensors)
-
-
 def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
     """Address, dtype, shape and strides of the tensors, or of what this process stores of them."""
     return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
@@ -334,10 +324,14 @@ class ModelWatch:
         self._getters = [_getter(tuple(attributes), getters) for attributes in own]
         self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
         self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
-        self._containers = _containers(own)
+        self._containers = [
+            (index, name)
+            for index, name, value in _each(own)
+            if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
+        ]
         self._all_watched = next(global_forward_hooks(), None) is None
         values = self._values(own, walk.modules)
-        self._ids, self._host = list(map(id, values)), self._host_state(walk.modules)
+        self._ids, self._host = list(map(id, values)), self._host_state()
         self._tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         try:
             self._layouts = self._layouts_of(values)
@@ -345,10 +339,7 @@ class ModelWatch:
             self._all_watched = False
         self._homes = sorted({index for kind in (0, 1) for index in self._filled[kind]})  # of parameters and buffers
         self._loose = [
-            (index, name)
-            for index, attributes in enumerate(own)
-            for name, value in attributes.items()
-            if isinstance(value, Tensor) and name not in _LEFT_ASIDE
+            (index, name) for index, name, value in _each(own) if isinstance(value, Tensor) and name not in _LEFT_ASIDE
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
@@ -380,7 +371,7 @@ class ModelWatch:
             if list(map(len, own)) != self._sizes:
                 return True
             values = self._values(own, modules)
-            if list(map(id, values)) != self._ids or self._host_state(modules) != self._host:
+            if list(map(id, values)) != self._ids or self._host_state() != self._host:
                 return True
             return self._layouts_of(values) != self._layouts
         except (KeyError, RuntimeError, TypeError):  # other attributes, or another thread changes them now
@@ -398,7 +389,8 @@ class ModelWatch:
         own = [modules[index]().__dict__ for index in self._homes]
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
         tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
-        return addresses([*tensors, *(modules[index]().__dict__[name] for index, name in self._loose)])
+        tensors += [modules[index]().__dict__[name] for index, name in self._loose]
+        return tuple(local_part(tensor).data_ptr() for tensor in tensors)
 
     def _values(self, own: list[dict[str, Any]], modules: list[nn.Module]) -> list[object]:
         """All objects that are compared, in one order; raises KeyError where an attribute is gone."""
@@ -409,33 +401,24 @@ class ModelWatch:
                 raise KeyError(name)
             registered += [parts[index] for index in filled]
         attributes = [get(one) for get, one in zip(self._getters, own, strict=True)]
-        found = list(
-            chain(
-                map(type, modules),
-                chain.from_iterable(attributes),
-                chain.from_iterable(registered),  # their names
-                chain.from_iterable(map(dict.values, registered)),
-                *([value for name, value in vars(one).items() if name not in _BY_VALUE] for one in self._configs),
-            )
-        )
+        settings = [value for one in self._configs for name, value in vars(one).items() if name not in _BY_VALUE]
+        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(dict.values, registered))
+        found = list(chain(map(type, modules), chain.from_iterable(attributes), names, tensors, settings))
         for index, name in self._containers:
             found += _contents(own[index][name])
-        for config in self._configs:
-            for name, value in vars(config).items():
-                if isinstance(value, _CONTAINERS) and name not in _BY_VALUE:
-                    found += _contents(value)
+        for value in settings:
+            if isinstance(value, _CONTAINERS):
+                found += _contents(value)
         return found
 
     def _layouts_of(self, values: list[Any]) -> tuple[Hashable, ...]:
         return layouts([values[index] for index in self._tensors])
 
-    def _host_state(self, modules: list[nn.Module]) -> Hashable:
+    def _host_state(self) -> Hashable:
         """What is compared by value: the code of classes, and settings of configs."""
         kinds = [kind for one in self._kinds if (kind := one()) is not None]
-        return (
-            tuple([(forward_of(kind), id(kind.__call__)) for kind in kinds]),
-            tuple([_settings(config) for config in self._configs]),
-        )
+        code = tuple([(forward_of(kind), id(kind.__call__)) for kind in kinds])
+        return code, tuple([_settings(config) for config in self._configs])
 
 
 def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]]) -> itemgetter[Any]:
@@ -446,13 +429,11 @@ def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]
     return known[names]
 
 
-def _containers(own: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    return [
-        (index, name)
-        for index, attributes in enumerate(own)
-        for name, value in attributes.items()
-        if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
-    ]
+def _each(own: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Every attribute: the module's number, the name and the value."""
+    for index, attributes in enumerate(own):
+        for name, value in attributes.items():
+            yield index, name, value
 
 
 def _contents(container: Any) -> Iterator[object]:
