@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,9 +206,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, shared_context_mask)
 _positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
 
 
-def at_positions(position_ids: Tensor | None) -> AbstractContextManager[None]:
-    """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
-    return setting(_positions, position_ids)
+at_positions = partial(setting, _positions)
+"""Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
 
 
 def given_positions() -> Tensor | None:

@@ -324,9 +324,10 @@ class ModelWatch:
         self._getters = [_getter(tuple(attributes), getters) for attributes in own]
         self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
         self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
+        every = [(index, name, value) for index, one in enumerate(own) for name, value in one.items()]
         self._containers = [
             (index, name)
-            for index, name, value in _each(own)
+            for index, name, value in every
             if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
         ]
         self._all_watched = next(global_forward_hooks(), None) is None
@@ -339,7 +340,7 @@ class ModelWatch:
             self._all_watched = False
         self._homes = sorted({index for kind in (0, 1) for index in self._filled[kind]})  # of parameters and buffers
         self._loose = [
-            (index, name) for index, name, value in _each(own) if isinstance(value, Tensor) and name not in _LEFT_ASIDE
+            (index, name) for index, name, value in every if isinstance(value, Tensor) and name not in _LEFT_ASIDE
         ]
         self._memory = self._memory_now() if self._all_watched else ()
         self._held: list[object] = []  # what keeps ids from being those of other objects
@@ -427,13 +428,6 @@ def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]
         read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
-
-
-def _each(own: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Every attribute: the module's number, the name and the value."""
-    for index, attributes in enumerate(own):
-        for name, value in attributes.items():
-            yield index, name, value
 
 
 def _contents(container: Any) -> Iterator[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -91,9 +91,10 @@ class Structure:
             return ALONE
         return Together(groups[0], input_device(self._model), watchdog_of(groups), type(self._model).__name__)
 
-    def running_pass(self) -> AbstractContextManager[None]:
-        """Context of a forward pass, in which the processes of the model communicate, see `Watchdog.running_pass`."""
-        return self.ranks.watchdog.running_pass(self._peer_timeout)
+    @cached_property
+    def running_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context of a forward pass, in which processes of the model communicate, see `Watchdog`."""
+        return partial(self.ranks.watchdog.running_pass, self._peer_timeout)
 
     def require_same_pass(self, input_ids: object, queries: int) -> None:
         """Raise ValueError on all processes if a pass that the user's code runs has other tokens on some of them.

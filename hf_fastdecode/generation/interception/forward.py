@@ -18,7 +18,7 @@ from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
 from ...cache.direct_pass import check_mask, named_arguments, next_positions
 from ...cache.shared import SharedContextCache
-from ..active_call import active_call_of, active_call_of_thread, structure_of_call
+from ..active_call import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, reads_positions, takes_positions
 from ..inputs.encoded import prompt_names
@@ -84,7 +84,13 @@ def _forward_shared(
             run = partial(original, **with_cache(given, None))
         positions = given.get(called.positions)
         output = _run_eagerly(model, cache, structure, run, positions, input_ids, (rows, queries))
-    _note_model(model_state, model, cache, structure, was_empty=was_empty)
+    users = active_call is None or active_call.model is not model or active_call.loop is not None
+    if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
+        before = None if was_empty else cache.fingerprint
+        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
+    report = model_state.last_call
+    if report is not None and report.cache is not None and report.cache() is cache:
+        report.observe(cache)
     return output
 
 
@@ -121,22 +127,3 @@ def _run_eagerly(
         if not cache.state.current.items and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
     return output
-
-
-def _note_model(
-    model_state: ModelState,
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    structure: Structure,
-    *,
-    was_empty: bool,
-) -> None:
-    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
-    active_call = active_call_of(model)
-    users = active_call is None or active_call.loop is not None
-    if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
-        before = None if was_empty else cache.fingerprint
-        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
-    report = model_state.last_call
-    if report is not None and report.cache is not None and report.cache() is cache:
-        report.observe(cache)
