@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import setting, uncompiled_call
+from ..._compat import uncompiled_call
 from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
@@ -129,9 +129,14 @@ class RowProducts:
     def __init__(self) -> None:
         self._arrived: dict[tuple[torch.cuda.Stream, bool], Tensor] = {}
 
-    def here(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def here(self) -> Iterator[None]:
         """Context in which `products_here` returns these."""
-        return setting(_active, self)
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
 
     def linears(
         self, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]

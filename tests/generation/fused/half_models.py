@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from hf_fastdecode.generation.fused.modules import FusedModules
 
 from ...tiny_models import tiny_model
 
@@ -28,6 +31,16 @@ def logits(model: PreTrainedModel) -> Tensor:
     ids = torch.arange(3, 13, device=DEVICE).view(2, 5)
     with torch.no_grad():
         return model(ids, use_cache=False).logits
+
+
+def check_fused(model: PreTrainedModel, *contexts: AbstractContextManager[Any], atol: float = 2e-2) -> None:
+    """Require that a model whose modules run as kernels, within these contexts, gives the logits of its own code."""
+    expected = logits(model)
+    with FusedModules(model).installed(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        found = logits(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 class Counted:
