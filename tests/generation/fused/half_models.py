@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.kernels.failures import KernelFailedError
 
 from ...tiny_models import tiny_model
 
@@ -52,3 +54,15 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         return self.function(*args, **kwargs)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> Counted:
+    """Count the launches of a module's kernel from now on."""
+    counted = Counted(getattr(module, name))
+    monkeypatch.setattr(module, name, counted)
+    return counted
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    """A kernel that cannot be launched."""
+    raise KernelFailedError("no compiler")

@@ -6,7 +6,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,10 @@ pytest.importorskip("triton")
 from hf_fastdecode.generation.fused import gated, norms
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums
-from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ARCHITECTURES
-from .half_models import DEVICE, Counted, check_fused, half, logits
+from .half_models import DEVICE, Counted, check_fused, counting, fail, half, logits
 
 FOUND = {
     "llama-gqa": "LlamaAttention 2, LlamaMLP 2, LlamaRMSNorm 5",
@@ -41,9 +39,7 @@ FOUND = {
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    counted = Counted(norms.rms_norm)
-    monkeypatch.setattr(norms, "rms_norm", counted)
-    return counted
+    return counting(monkeypatch, norms, "rms_norm")
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -120,10 +116,6 @@ def test_other_threads_and_dtypes_and_gradients_keep_the_models_code(launches: C
 @pytest.mark.parametrize("sums", [nullcontext, WaitingSums])
 def test_failed_kernels(sums: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own code runs where a kernel cannot."""
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise KernelFailedError(Kernel.POINTWISE.value[0])
-
     monkeypatch.setattr(norms, "rms_norm", fail)
     monkeypatch.setattr(gated, "gated", fail)
     monkeypatch.setattr("hf_fastdecode.generation.fused.rotary.rotate", fail)
