@@ -73,16 +73,15 @@ class Loop:
     call: CallContext
     prompts: Tensor
     start: Start
-    sampler: Sampler
     stopping: Stopping
     streamer: BaseStreamer | None
     make_steps: StepsMaker
-    log_probs: TokenLogProbs | None = None
+    log_probs: TokenLogProbs | None
+    sampler: Sampler = field(init=False)
     decisions: Decisions = field(init=False)
 
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
-        self.decisions = self._agree()
         at_once = self._rows_at_once()
         if at_once < len(self.prompts):
             report, why = self.call.report, self._why_waves()
@@ -162,26 +161,23 @@ class Loop:
         parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
         return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
 
-    def _agree(self) -> Decisions:
+    def offered(self) -> list[int]:
+        """Numbers of `Decisions`, of which processes take the smallest: rows that fit, and how the loop may run."""
         call, stopping, sampler, streams = self.call, self.stopping, self.sampler, self.streamer is not None
-        rows, splits = len(self.prompts), not (streams or stopping.needs_all_rows or self.sampler.needs_all_rows)
-        with call.ranks.together() as offer:
-            fit = rows
-            if splits and not call.returns_cache:
-                logits = Logits(self.start.logits.device, self.start.logits.shape[1])
-                drawing = 8 * rows * logits.vocabulary  # probabilities, and random numbers
-                beside = drawing if sampler.generator_draws else 0
-                fit = rows_that_fit(self.start.cache, rows, logits, self._new_tokens, beside=beside)
-            offer.numbers = [
-                fit,
-                stopping.pads and not call.returns_cache and not sampler.custom,
-                splits,
-                not (streams or stopping.custom or sampler.custom or stopping.timed),
-                not stopping.differs_by_process,
-                not call.returns_cache and self.log_probs is None,
-            ]
-        least, *holds = offer.numbers
-        return Decisions(call.ranks, least, *map(bool, holds))
+        fit, splits = len(self.prompts), not (streams or stopping.needs_all_rows or sampler.needs_all_rows)
+        if splits and not call.returns_cache:
+            logits = Logits(self.start.logits.device, self.start.logits.shape[1])
+            drawing = 8 * fit * logits.vocabulary  # probabilities, and random numbers
+            beside = drawing if sampler.generator_draws else 0
+            fit = rows_that_fit(self.start.cache, fit, logits, self._new_tokens, beside=beside)
+        return [
+            fit,
+            stopping.pads and not call.returns_cache and not sampler.custom,
+            splits,
+            not (streams or stopping.custom or sampler.custom or stopping.timed),
+            not stopping.differs_by_process,
+            not call.returns_cache and self.log_probs is None,
+        ]
 
     def _rows_at_once(self) -> int:
         rows, most, fit = len(self.prompts), self.call.options.max_rows, self.decisions.fit
@@ -399,17 +395,24 @@ def decode_shared(
         computed_in=start.cache.computed_in,
     )
     ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
+    loop = Loop(call, input_ids, start, stopping, streamer, make_steps, log_probs)
     with call.ranks.together() as offer:
         offer.compare(lambda: ends, "generate was called differently")
-        sampler, why = choose(call.options.sampler)
-        offer.numbers = [sampler.name == "fast"]
-    if sampler.name == "fast" and not offer.numbers[0]:
-        sampler, why = choose("hf")[0], "another process of the model uses it"
+        loop.sampler, why = choose(call.options.sampler)
+        is_fast = loop.sampler.name == "fast"
+        offer.numbers = [is_fast, -is_fast, *loop.offered()]
+    least, most, *numbers = offer.numbers
+    if least != -most:
+        if is_fast:
+            loop.sampler, why = choose("hf")[0], "another process of the model uses it"
+        with call.ranks.together() as offer:
+            offer.numbers = loop.offered()
+        numbers = offer.numbers
+    loop.decisions = Decisions(call.ranks, numbers[0], *map(bool, numbers[1:]))
     whose = "" if call.ranks.alone else ", on rank 0 for all processes"
-    call.report.sampler, call.report.sampler_reason = sampler.name, why + whose
-
+    call.report.sampler, call.report.sampler_reason = loop.sampler.name, why + whose
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
-        wave = Loop(call, input_ids, start, sampler, stopping, streamer, make_steps, log_probs).run()
+        wave = loop.run()
     if not call.returns_cache:
         return wave.tokens
     kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput

@@ -38,19 +38,7 @@ from ...kernels.forest_decode.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .gated import products_here
-from .trial import (
-    FusedKind,
-    by_kernel,
-    close,
-    function_key,
-    is_plain,
-    names_in,
-    random,
-    runs_fused,
-    settings,
-    settings_of_activation,
-    twin,
-)
+from .trial import FusedKind, by_kernel, close, function_key, is_plain, names_in, random, runs_fused, settings, twin
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
@@ -84,7 +72,7 @@ def key(module: nn.Module) -> Hashable | None:
     activation = module._modules.get("act_fn", vars(module).get("act_fn"))
     if module._modules.keys() - {"act_fn"} or (isinstance(activation, nn.Module) and not is_plain(activation)):
         return None
-    of_module, of_activation = settings(module), settings_of_activation(activation)
+    of_module, of_activation = settings(module), settings(activation)
     if of_module is None or (activation is not None and of_activation is None):
         return None
     own: Any = type(module)

@@ -20,19 +20,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation, gated
 from ...kernels.row_products.config import refusal
-from .trial import (
-    TRIED_IN,
-    FusedKind,
-    is_plain,
-    linear,
-    matching,
-    names_in,
-    random,
-    runs_fused,
-    settings,
-    settings_of_activation,
-    twin,
-)
+from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
 
 _WIDTH, _HIDDEN = 32, 48
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
@@ -49,7 +37,7 @@ def key(module: nn.Module) -> Hashable | None:
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
-    of_module, of_activation = settings(module), settings_of_activation(activation)
+    of_module, of_activation = settings(module), settings(activation)
     if of_module is None or of_activation is None:
         return None
     return of_module, frozenset(names), of_activation

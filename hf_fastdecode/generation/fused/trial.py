@@ -121,11 +121,13 @@ def twin(module: nn.Module, **parts: nn.Module | Tensor) -> nn.Module:
     return small
 
 
-def settings(module: nn.Module) -> Hashable | None:
-    """What a module computes depends on: its class, that class's `forward`, and attributes.
+def settings(module: Any) -> Hashable | None:
+    """Class, that class's `forward` and attributes, by which a module computes; of a function, its key.
 
     None where attributes are tensors or collections, which may differ between modules that look alike.
     """
+    if not isinstance(module, nn.Module):
+        return function_key(module)
     read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
     found: list[Any] = [type(module), function_key(type(module).forward)]
     own = attributes(module)
@@ -157,11 +159,6 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
     """Global names and attributes that the `forward` of a class reads; () where it is no Python function."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code.co_names if code is not None else ()
-
-
-def settings_of_activation(activation: Any) -> Hashable | None:
-    """As `settings`, of a module or function that another module calls."""
-    return settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
 
 
 def close(found: Any, expected: Tensor, *, rtol: float = 1e-3, atol: float = 1e-3) -> bool:
