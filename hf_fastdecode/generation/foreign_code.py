@@ -141,7 +141,7 @@ def _is_of(home: str, packages: tuple[str, ...]) -> bool:
 
 
 class Role(Enum):
-    """What a forward hook does to a pass."""
+    """The effect of a forward hook on a pass."""
 
     IDLE = auto()  # nothing in passes without gradients, or it only records: a captured step may leave it out
     SAFE = auto()  # nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures
@@ -180,7 +180,7 @@ _ROLES: Final = {
 
 
 def role_of(hook: Any) -> Role | None:
-    """What a hook does; None of unknown ones."""
+    """The role of a hook; None of unknown ones."""
     function = unbound(hook)
     home, name = defining_module(hook), name_of(hook).rpartition(".")[2]
     parts = home.split(".")
@@ -194,7 +194,7 @@ def role_of(hook: Any) -> Role | None:
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
-    """What a decorator's function calls, in its closure where the decorator does not say it."""
+    """The functions that a decorator's function calls, in its closure where the decorator does not say it."""
     if (inner := getattr(function, "__wrapped__", None)) is not None:
         yield inner
     else:

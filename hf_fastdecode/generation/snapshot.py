@@ -123,10 +123,10 @@ _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 """Types of functions that a module may call, such as activations; those of the model itself are methods."""
 
 _EXACT = _BAKED_IN - {float, tuple, Tensor}
-"""Those of which equal values are the same."""
+"""Types whose equal values are the same."""
 
 LENGTH_SEEN = "max_seq_len_cached"
-"""Attribute with the length that RoPE of type ``dynamic`` has seen, which no cache is used beyond."""
+"""Attribute with the length that RoPE of type ``dynamic`` has met so far, beyond which no cache is used."""
 
 SET_BY_CALLS = ("rope_deltas", "conv1d_state", "recurrent_states")
 """Attributes that each call sets anew: of models whose positions have planes, and states of RecurrentGemma's layers.
@@ -162,7 +162,7 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
 
 
 def config_field(name: str, value: Any) -> Hashable:
-    """What tells a value of a config field from another."""
+    """A key that tells a value of a config field from another."""
     if isinstance(value, PreTrainedConfig):
         return _config_state(value)
     if name == EXPERTS_FIELD and value == "batched_mm":  # for the time of decode steps
@@ -219,7 +219,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
 
 
 def _names(walk: ModelWalk) -> tuple[str, ...]:
-    """Names of modules, parameters and buffers: two that change places are the same objects in the same order."""
+    """Names of modules, parameters and buffers: two that are exchanged are the same objects in the same order."""
     parts = [module.__dict__[kind] for module in walk.modules for kind in ("_modules", "_parameters", "_buffers")]
     return tuple(chain.from_iterable(parts))
 
@@ -231,7 +231,7 @@ def _public(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def forward_of(kind: type[nn.Module]) -> Hashable:
-    """What tells the code of a class from another that it may be given, or functions of its file that it calls."""
+    """A key that tells the code of a class, and functions of its file that it calls, from others."""
     forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
     bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not isinstance(bare, FunctionType):
@@ -241,7 +241,7 @@ def forward_of(kind: type[nn.Module]) -> Hashable:
 
 
 def _lasting(value: object) -> Hashable:
-    """What is equal for the same object alone, also after its end, where an id may be that of another."""
+    """A key that is equal for the same object alone, also after its end, where an id may be that of another."""
     return ref(value) if isinstance(value, FunctionType) else id(value)
 
 
@@ -416,7 +416,7 @@ class ModelWatch:
         return layouts([values[index] for index in self._tensors])
 
     def _host_state(self) -> Hashable:
-        """What is compared by value: the code of classes, and settings of configs."""
+        """The parts that are compared by value: the code of classes, and settings of configs."""
         kinds = [kind for one in self._kinds if (kind := one()) is not None]
         code = tuple([(forward_of(kind), id(kind.__call__)) for kind in kinds])
         return code, tuple([_settings(config) for config in self._configs])

@@ -1,4 +1,4 @@
-"""What passes with shared context need to know of a model, kept from call to call while the model is untouched."""
+"""Configs, layers and modules of a model as passes over a cache need them, kept while the model is untouched."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Structure:
 
     @cached_property
     def layout(self) -> ModelLayout:
-        """What each layer stores; passes over a cache that has met the model do not need it."""
+        """The stores of each layer; passes over a cache whose layout is checked do not need it."""
         if self.known is not None and self.known.layout is not None:
             return self.known.layout
         layout = ModelLayout.of(self._model, self.walk.modules)
@@ -123,13 +123,13 @@ class Structure:
         return FusedModules(self._model, self.walk.modules, found)
 
     @cached_property
-    def stand_ins(self) -> Overrides:
-        return Overrides(self.walk.modules, self.kept("stand-ins", lambda: find_overrides(self.walk.modules)))
+    def overrides(self) -> Overrides:
+        return Overrides(self.walk.modules, self.kept("overrides", lambda: find_overrides(self.walk.modules)))
 
     @cached_property
-    def captured_stand_ins(self) -> Overrides:
+    def captured_overrides(self) -> Overrides:
         """Further methods that run in captured passes alone."""
-        found = self.kept("captured stand-ins", lambda: find_overrides(self.walk.modules, in_captures=True))
+        found = self.kept("captured overrides", lambda: find_overrides(self.walk.modules, in_captures=True))
         return Overrides(self.walk.modules, found)
 
     @property
@@ -142,7 +142,7 @@ class Structure:
         return self.kept("fused names", lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
-        """What `answer` returns, asked once while the model is untouched; it must not refer to modules or tensors."""
+        """The result of `answer`, asked once while the model is untouched; it must not refer to modules or tensors."""
         if self.known is None:
             return answer()
         if question not in self.known.answers:
@@ -162,7 +162,7 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
+        for name in ("walk", "fused", "overrides", "captured_overrides"):  # made again for passes after the call
             vars(self).pop(name, None)
 
     @contextmanager
@@ -173,15 +173,15 @@ class Structure:
         """
         with ExitStack() as stack:
             stack.enter_context(active(self.configs, lengths))
-            if self.stand_ins.found:
-                stack.enter_context(self.stand_ins.installed())
+            if self.overrides.found:
+                stack.enter_context(self.overrides.installed())
             if self.fused is not None:
                 stack.enter_context(self.fused.installed())
             yield
 
 
 class Known:
-    """What was found about a model, which holds while its watch is untouched; neither modules nor tensors."""
+    """Facts about a model that hold while its watch is untouched; neither modules nor tensors."""
 
     def __init__(self, structure: Structure):
         self.configs = structure.configs
@@ -216,7 +216,7 @@ class KeptStructure:
 
 
 class Gathering(NamedTuple):
-    """What gathers parameters in each pass (ZeRO-3, FSDP), and how to gather them before a call instead.
+    """A library that gathers parameters in each pass (ZeRO-3, FSDP), and how to gather them before a call instead.
 
     Each process may then have prompts of its own, and all must run the same passes. Parameters that were gathered
     before a call, and stay so until it ends, are as those of one process: gathering is a collective, so that all
@@ -243,7 +243,7 @@ _FSDP_2 = Gathering(
 
 
 def find_gathering(walk: ModelWalk) -> Gathering | None:
-    """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered now."""
+    """The library that gathers parameters of these modules in each pass; None where none does, or all are gathered."""
     if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
         return _ZERO_3
     if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():

@@ -40,7 +40,7 @@ _NUMBERS = 8
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """Memory of one process of the model does not suffice, which all of them know and raise at the same place."""
+    """Memory of one process of the model does not suffice, which all of them know and raise at the same point."""
 
 
 class PassFailedError(RuntimeError):
@@ -48,7 +48,7 @@ class PassFailedError(RuntimeError):
 
 
 class Clearable(Protocol):
-    """What keeps the communicators of NCCL from closing, as a captured graph does."""
+    """An object that keeps the communicators of NCCL from closing, as a captured graph does."""
 
     def clear(self) -> None: ...
 
@@ -72,7 +72,7 @@ class NoWatchdog:
 
 
 class Offer:
-    """What a rank brings to an agreement (`Ranks.together`), and what it takes from it.
+    """A rank's part of an agreement (`Ranks.together`), and the result.
 
     Attributes:
         numbers: Up to 8; after the agreement each one's minimum over the ranks.
@@ -256,7 +256,7 @@ class Together(Ranks):
             ) from error
 
     def _gathered(self, one: Any) -> list[Any]:
-        """What each rank gave."""
+        """The objects of all ranks."""
         self.watchdog.step("an exchange of errors")
         found: list[Any] = [None] * self.count
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
@@ -280,7 +280,7 @@ def _failure(error: Exception | None) -> tuple[str, str] | None:
 
 
 def differences(fields: Sequence[Mapping[str, str]]) -> str:
-    """Which of the ranks' fields differ, as ``name is 1 on rank 0 and 2 on rank 1``."""
+    """The fields that differ between ranks, as ``name is 1 on rank 0 and 2 on rank 1``."""
     first, differing = fields[0], []
     for name in dict.fromkeys(name for one in fields for name in one):
         for rank, one in enumerate(fields):

@@ -64,7 +64,7 @@ class SequenceParallel:
         return tuple(dist.get_process_group_ranks(self.group))
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        """What this process stores of a segment.
+        """The part of a segment that this process stores.
 
         Args:
             runs: Tokens of each suffix in segments that are made of suffixes, by number.
@@ -74,7 +74,7 @@ class SequenceParallel:
         return Shard(self.rank, self.ranks, self.suffix_shard.block, run)
 
     def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        """What this process stores of a forest; the same object for the same forest. `runs` is as for `shard_of`."""
+        """The part of a forest stored here; the same object for the same forest. `runs` is as for `shard_of`."""
         known = self._forests
         if known is None or known[0] is not forest:
             known = self._forests = forest, stored_forest(forest, partial(self.shard_of, runs))
@@ -91,7 +91,7 @@ class SequenceParallel:
         return known[1]
 
     def own_tokens(self, spans: Path) -> OwnTokens:
-        """What this process stores of tokens that a pass computes for these spans, one after the other."""
+        """The part stored here of tokens that a pass computes for these spans, one after the other."""
         indices, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
         for span in spans:
             indices.append(self.shard.stored_tokens(span.start, span.stop) - span.start + before)

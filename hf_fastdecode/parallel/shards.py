@@ -44,7 +44,7 @@ the tiles in which slim kernels count positions."""
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank stores of runs that are dealt out to all ranks."""
+    """The tokens that one rank stores of runs that are dealt out to all ranks."""
 
     rank: int
     ranks: int
@@ -84,8 +84,8 @@ class Shard:
         return tokens.div(self.block, rounding_mode="floor") % self.ranks == self.rank
 
     def next_stored(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tokens that follow the first `lengths` of a run: the first that this rank stores, and the first
-        after it that it does not, both counted from 0.
+        """The first token after the first `lengths` of a run that this rank stores, and the first after it that it
+        does not, both counted from there.
 
         Of the ``(ranks - 1) * block + 1`` tokens that follow the first `lengths`, it stores no others.
         """
@@ -100,7 +100,7 @@ class Shard:
         return (rounds * self.ranks + self.rank) * self.block + tokens % self.block
 
     def span(self, span: Span) -> Span:
-        """Where this rank stores its part of a span."""
+        """The span of this rank's part of a span in its own storage."""
         first = self.count(span.start)
         return Span(span.segment, first, self.count(span.stop) - first)
 
@@ -111,7 +111,7 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
-"""What a process stores that divides nothing."""
+"""The shard of a process that divides nothing."""
 
 
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
@@ -130,7 +130,7 @@ def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
 
 @lru_cache(maxsize=64)  # all layers of a pass gather the same spans
 def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
-    """Where tokens ``start .. stop - 1`` are among what all ranks store of them, each rank's part padded alike.
+    """Positions of tokens ``start .. stop - 1`` in the parts of all ranks, gathered and padded alike.
 
     Args:
         shard: Any rank's.
@@ -144,7 +144,7 @@ def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int
 
 
 def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Where tokens are after a gather; see `order_after_gather`.
+    """Positions of tokens after a gather; see `order_after_gather`.
 
     Args:
         tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
@@ -207,7 +207,7 @@ class InPass(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedPass:
-    """What a rank computes of a pass."""
+    """The part of a pass that a rank computes."""
 
     group: ProcessGroup
     tokens: int  # of the whole pass
@@ -231,12 +231,12 @@ class DividedPass:
         return gathered_tokens(own, self.longest, self.order, self.group)
 
     def own(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Which of some tokens this rank computes: their indices among its own, and in the given list."""
+        """The tokens, of some, that this rank computes: their indices among its own, and in the given list."""
         index_of = {token: index for index, token in enumerate(self.indices.tolist())}
         found = [(index_of[token], index) for index, token in enumerate(wanted) if token in index_of]
         return [computed for computed, _ in found], [index for _, index in found]
 
-    def numbers_of_all(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
+    def elements_of_all(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
         """Values ``[count, ...]`` of tokens, of which this rank has those at `indices`; one collective."""
         whole = own.new_zeros(count, *own.shape[1:])
         whole[list(indices)] = own

@@ -65,7 +65,7 @@ class Event(NamedTuple):
 
 
 class Heartbeat(NamedTuple):
-    """What a process sends its peers: `total` events so far, the latest `events`, and `failed` as of `Watchdog`."""
+    """A message to peers: `total` events so far, the latest `events`, and `failed` as of `Watchdog`."""
 
     beat: int
     in_call: bool

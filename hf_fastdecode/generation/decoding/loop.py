@@ -192,7 +192,7 @@ class Loop:
         return min(fit, most or rows)
 
     def _why_waves(self) -> str:
-        """Why waiting rows cannot take the places of finished ones; empty if they can."""
+        """Why waiting rows cannot take the slots of finished ones; empty if they can."""
         if not self.call.ranks.alone:
             return "several processes compute the model"
         if not self.stopping.pads:
@@ -204,7 +204,7 @@ class Loop:
         if self.start.unshared is not None or self.start.suffix_tokens.shape[1]:
             return "rows begin with tokens of prompts that nodes do not hold"
         if self.start.cache.inputs is not None:
-            return "decoders behind an encoder count the positions of all rows alike"
+            return "decoders with an encoder count the positions of all rows alike"
         return self.sampler.refuses_refill or ""
 
     @property

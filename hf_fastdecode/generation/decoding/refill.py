@@ -43,7 +43,7 @@ class Refill:
         lengths: By slot, the tokens drawn since its row began: its suffix has one less. It goes on counting while a
             finished row is in the slot.
         waiting: Rows without a slot, in order.
-        tokens: ``[rows, width + room + 1]``, whose capacity grows; the last column takes what finished rows draw.
+        tokens: ``[rows, width + capacity + 1]``, whose capacity grows; the last column takes what finished rows draw.
         drawn: ``[rows]`` int64: tokens drawn by each row.
     """
 
@@ -172,9 +172,9 @@ class Refill:
         """Numbers in int64, by a copy for which the host does not wait."""
         return torch.tensor(numbers, dtype=torch.long, device="cpu").to(self.device, non_blocking=True)
 
-    def _grow(self, room: int) -> None:
-        """Make room for `room` tokens of each row."""
-        more = self.pad.expand(len(self.tokens), self.width + room + 1 - self.tokens.shape[1])
+    def _grow(self, capacity: int) -> None:
+        """Let the table hold `capacity` tokens of each row."""
+        more = self.pad.expand(len(self.tokens), self.width + capacity + 1 - self.tokens.shape[1])
         self.tokens = torch.cat([self.tokens, more], dim=1)
         if self.gathered is not None:
             self.gathered = torch.cat([self.gathered, self.gathered.new_zeros(more.shape)], dim=1)

@@ -21,7 +21,7 @@ _EXPECTED = 1024
 """New tokens of a row that its capacity is counted with, if it may draw more."""
 
 _USED_SHARE = 0.9
-"""Share of free memory that rows may take; the rest is for the passes' activations, captures, and small pieces."""
+"""Share of free memory that rows may take; what remains is for the passes' activations, captures, and small pieces."""
 
 _LOGIT_BYTES = 16
 """Bytes per row and entry of the vocabulary: logits of the prompt and of a step, and processed ones in fp32."""
@@ -31,7 +31,7 @@ _UNCOUNTED_SHARE = 64
 
 
 class Logits(NamedTuple):
-    """Where logits are, and their number per row."""
+    """The device of logits, and their number per row."""
 
     device: torch.device
     vocabulary: int

@@ -42,7 +42,7 @@ from .trial import FusedKind, by_kernel, close, function_key, is_plain, names_in
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
-"""Of tokens: large numbers show limits of gates."""
+"""Scales of tokens: large elements show limits of gates."""
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
@@ -94,10 +94,10 @@ def form_of(module: nn.Module) -> Form | None:
     x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
     shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
     weights = _weights(small, transposed=transposed, interleaved=interleaved)
-    numbers = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
-    numbers = torch.cat((numbers, numbers * max(_own(module, _LIMITS, 1.0))))
-    opened = small._apply_gate(numbers)
-    fits = (gate for gate in _gates(module) if close(opened, reference.opened(numbers, weights, gate)))
+    inputs = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
+    inputs = torch.cat((inputs, inputs * max(_own(module, _LIMITS, 1.0))))
+    opened = small._apply_gate(inputs)
+    fits = (gate for gate in _gates(module) if close(opened, reference.opened(inputs, weights, gate)))
     if (gate := next(fits, None)) is None:
         return None
     found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
@@ -131,7 +131,7 @@ def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
 
 
 def _gates(module: nn.Module) -> Iterator[Gate]:
-    """What may stand between the products, with the module's own numbers."""
+    """Gates that may stand between the products, with the module's own limits and factors."""
     limits, alphas = _own(module, _LIMITS, inf), _own(module, _ALPHAS, 1.0)
     for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
         for alpha in alphas if activation is Activation.SILU else (1.0,):
@@ -215,7 +215,7 @@ class LargestOfFew(TorchFunctionMode):
 def _served(
     input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
 ) -> tuple[Tensor, int] | None:
-    """What the kernel takes; None where it does not serve the call."""
+    """The kernel's arguments; None where it does not serve the call."""
     if type(input) is not Tensor or type(k) is not int or not largest or out is not None:
         return None
     if input.dim() != 2 or dim not in (1, -1) or not input.is_contiguous() or input.dtype not in _DTYPES:

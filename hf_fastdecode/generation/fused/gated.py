@@ -24,7 +24,7 @@ from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, ra
 
 _WIDTH, _HIDDEN = 32, 48
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
-"""Of tokens: large numbers show limits of activations."""
+"""Scales of tokens: large elements show limits of activations."""
 _APART, _TOGETHER = frozenset({"gate_proj", "up_proj", "down_proj"}), frozenset({"gate_up_proj", "down_proj"})
 _ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -76,7 +76,7 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
 
 
 def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | None:
-    """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
+    """The input of `down_proj`, computed in one launch; None where projections are not plain or rows are many."""
     products = products_here()
     gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
     if products is None or not (is_linear(gate) and is_linear(up)):
@@ -171,5 +171,5 @@ _active: ContextVar[RowProducts | None] = ContextVar("hf_fastdecode_products", d
 
 
 def products_here() -> RowProducts | None:
-    """Those of this thread's pass, if any."""
+    """The products of this thread's pass, if any."""
     return _active.get()

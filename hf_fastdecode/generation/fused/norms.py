@@ -24,7 +24,7 @@ _EPS = ("variance_epsilon", "eps")
 _COLUMNS = 96
 
 _SCALES = torch.tensor([1, 0.1, 0.01, 0.001] * 2, dtype=TRIED_IN, device="cpu")[:, None]
-"""Of rows: small ones show where an epsilon is added."""
+"""Scales of rows: small ones show where an epsilon is added."""
 
 
 def may_be(module: type[nn.Module]) -> bool:

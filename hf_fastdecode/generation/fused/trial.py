@@ -177,7 +177,7 @@ def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | N
 
 
 def tried(trial: Any, *args: Any) -> Any:
-    """The result of a trial, or None where the code cannot be run this way."""
+    """The result of a trial, or None where the code cannot be run so."""
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             return trial(*args)
@@ -186,7 +186,7 @@ def tried(trial: Any, *args: Any) -> Any:
 
 
 def global_named(name: str, forward: Callable[..., Any]) -> Any:
-    """What a global name is in the code of a function, below its decorators; None if there is no such name."""
+    """The value of a global name in the code of a function, below its decorators; None if there is no such name."""
     return inspect.unwrap(forward).__globals__.get(name)
 
 

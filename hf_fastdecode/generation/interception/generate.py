@@ -165,7 +165,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         return _generate_stock(model_state, model, refusal, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
-    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
+    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by position
     hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
     takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
     with model_state.call(model) as may_share, overrides_left_out(None):
@@ -458,7 +458,7 @@ _NOT_COMPARED = ("transformers_version",)
 
 
 def _compared(call: CallContext, given: dict[str, Tensor], loop: str) -> dict[str, object]:
-    """What processes that compute a model together must give alike.
+    """The fields that processes that compute a model together must give alike.
 
     One with other prompts or options would run other passes than the others, which ends in an error of the
     communication library, in a hang, or in tokens that no process would compute alone.

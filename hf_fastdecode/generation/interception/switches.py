@@ -165,7 +165,7 @@ replaced_calls = Switch(replaces=False)
 
 
 _KNOWN = ("transformers.", "hf_fastdecode.")
-"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+"""Packages of classes that change nothing of a base's attention, or attend to a shared-context cache."""
 
 
 class Found(NamedTuple):

@@ -42,7 +42,7 @@ def pass_context(
     are within `fusing_products`.
     """
     with ExitStack() as stack:
-        stack.enter_context(structure.captured_stand_ins.installed())
+        stack.enter_context(structure.captured_overrides.installed())
         if fused_rows:
             stack.enter_context(fusing_products())
         stack.enter_context(structure.passing(lengths))
