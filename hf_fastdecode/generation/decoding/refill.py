@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,48 +30,32 @@ _WAIT_FOR = 16
 """Slots are refilled once one in this many holds a finished row; a refill costs about a step."""
 
 
+@dataclass
 class Refill:
-    """The rows of a call, of which a part decodes at once.
+    """The rows of a call, of which a part decodes at once."""
 
-    Args:
-        prompts: ``[rows, width]`` int64.
-        new_tokens: Most tokens that a row draws.
-        pad: The token after a row's end, 0-dimensional int64.
-        log_probs: Recorder for which log-probabilities are gathered, if any.
+    prompts: Tensor  # [rows, width] int64
+    start: Start
+    sampler: Sampler
+    stopping: Stopping
+    make_steps: StepsMaker
+    report: CallReport
+    new_tokens: int  # most that a row draws
+    pad: Tensor  # the token after a row's end, 0-dimensional int64
+    log_probs: TokenLogProbs | None = None  # for which log-probabilities are gathered
 
-    Attributes:
-        slots: The row of each slot of the batch.
-        lengths: By slot, the tokens drawn since its row began: its suffix has one less. It goes on counting while a
-            finished row is in the slot.
-        waiting: Rows without a slot, in order.
-        tokens: ``[rows, width + capacity + 1]``, whose capacity grows; the last column takes what finished rows draw.
-        drawn: ``[rows]`` int64: tokens drawn by each row.
-    """
-
-    def __init__(
-        self,
-        prompts: Tensor,
-        start: Start,
-        sampler: Sampler,
-        stopping: Stopping,
-        make_steps: StepsMaker,
-        report: CallReport,
-        new_tokens: int,
-        pad: Tensor,
-        log_probs: TokenLogProbs | None = None,
-    ):
-        self.prompts, self.start, self.sampler, self.stopping = prompts, start, sampler, stopping
-        self.make_steps, self.report, self.new_tokens, self.pad = make_steps, report, new_tokens, pad
-        self.log_probs, self.device, self.width = log_probs, prompts.device, prompts.shape[1]
-        self.paths = start.cache.forest.paths
-        self.slots: list[int] = []
+    def __post_init__(self) -> None:
+        self.device, self.width = self.prompts.device, self.prompts.shape[1]
+        self.paths = self.start.cache.forest.paths
+        self.slots: list[int] = []  # the row of each slot of the batch
+        # By slot, the tokens drawn since its row began: its suffix has one less. They go on counting after its end.
         self.lengths: list[int] = []
-        self.waiting = deque(range(len(prompts)))
-        self.drawn = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
+        self.waiting = deque(range(len(self.prompts)))  # rows without a slot, in order
+        self.drawn = torch.zeros(len(self.prompts), dtype=torch.long, device=self.device)  # tokens of each row
         self.unfinished = torch.ones_like(self.drawn, dtype=torch.bool)
-        self.tokens = prompts
-        self.gathered = None if log_probs is None else torch.zeros(len(prompts), 0, device=self.device)
-        self._grow(min(new_tokens, FIRST_ROOM))
+        self.tokens = self.prompts  # [rows, width + capacity + 1]; the last column takes what finished rows draw
+        self.gathered = None if self.log_probs is None else torch.zeros(len(self.prompts), 0, device=self.device)
+        self._grow(min(self.new_tokens, FIRST_ROOM))
         self._longest = 0  # tokens of any row before a draw, so far
         self._rows = self._columns = self._positions = self.drawn[:0]
 
