@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from types import MethodType
@@ -111,16 +111,17 @@ class Switch:
         self._entries: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}  # what was there, and passes
 
     @contextmanager
-    def on(self, changes: Iterable[Change]) -> Iterator[None]:
+    def on(self, changes: Sequence[Change]) -> Iterator[None]:
         """Context of a pass in which these attributes have these values."""
         with self._lock:
             for owner, attribute, value in changes:
                 own, key = vars(owner), (id(owner), attribute)
-                there = {attribute: own[attribute]} if attribute in own else {}
-                before, count = self._entries.get(key, (there, 0))
-                if count or self._replaces or before.get(attribute) is None:
-                    self._entries[key] = before, count + 1
-                    own[attribute] = value
+                if (entry := self._entries.get(key)) is None:
+                    if not self._replaces and own.get(attribute) is not None:
+                        continue
+                    entry = {attribute: own[attribute]} if attribute in own else {}, 0
+                self._entries[key] = entry[0], entry[1] + 1
+                own[attribute] = value
         try:
             yield
         finally:
