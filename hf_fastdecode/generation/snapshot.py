@@ -324,7 +324,7 @@ class ModelWatch:
         self._getters = [_getter(tuple(attributes), getters) for attributes in own]
         self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
         self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
-        every = [(index, name, value) for index, one in enumerate(own) for name, value in one.items()]
+        every = _every(own)
         self._containers = [
             (index, name)
             for index, name, value in every
@@ -428,6 +428,11 @@ def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]
         read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
         known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
     return known[names]
+
+
+def _every(own: list[dict[str, Any]]) -> list[tuple[int, str, Any]]:
+    """All attributes: the module's number, the name and the value."""
+    return [(index, name, value) for index, one in enumerate(own) for name, value in one.items()]
 
 
 def _contents(container: Any) -> Iterator[object]:

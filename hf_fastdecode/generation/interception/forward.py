@@ -85,13 +85,30 @@ def _forward_shared(
         positions = given.get(called.positions)
         output = _run_eagerly(model, cache, structure, run, positions, input_ids, (rows, queries))
     users = active_call is None or active_call.model is not model or active_call.loop is not None
+    _note_model(model_state, model, cache, structure, users=users, was_empty=was_empty)
+    return output
+
+
+def _note_model(
+    model_state: ModelState,
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    structure: Structure,
+    *,
+    users: bool,
+    was_empty: bool,
+) -> None:
+    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache.
+
+    Args:
+        users: Whether the user's code runs the pass.
+    """
     if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
         cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
     report = model_state.last_call
     if report is not None and report.cache is not None and report.cache() is cache:
         report.observe(cache)
-    return output
 
 
 def _run_eagerly(
