@@ -28,20 +28,25 @@ from hf_fastdecode.parallel.sequence import merge_over, merged, partial_buffer
 from .processes import Models, scenario
 from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, draw, raising, reason, same_value, sees, sights, values
 
+KEPT = {
+    "llama": ([2], [[4, 2]]),
+    "gpt_neox": ([4], [[4, 4]]),  # one projection of queries, keys and values
+    "olmo2": ([4], [[8, 4]]),  # keys are gathered before their norm
+}
+"""By model, the KV heads that a rank stores, and its query and KV heads."""
 
-@scenario
+
+@sees({name: [True, "shared", *heads] for name, heads in KEPT.items()})
 def kept_caches(models: Models) -> Any:
-    found = []
-    for name in ("llama", "gpt_neox", "olmo2"):
-        alone = models.alone[name]
+    found = {}
+    for name in KEPT:
         text = torch.cat([PROMPT, PROMPT[:, :5]], 1).repeat(4, 1)
         with fd.enabled(models.split[name]) as model:
             cache = fd.prefill(model, PROMPT)
-            tokens = draw(model, 0, text, **GREEDY, **{CACHE: cache})
+            same = draw(model, 0, text, **GREEDY, **{CACHE: cache}) == draw(models.alone[name], 0, text, **GREEDY)
             heads = {layer.storage.node_example[0].shape[0] for layer in cache.attention_layers}
-            stores = [store for _, store in ModelLayout.of(model)]
-            found.append((tokens, draw(alone, 0, text, **GREEDY), reason(model), sorted(heads)))
-            found[-1] += (sorted({(store.query_heads, store.kv_heads) for store in stores}),)
+            stores = {(store.query_heads, store.kv_heads) for _, store in ModelLayout.of(model)}
+            found[name] = same, reason(model)[:6], sorted(heads), sorted(stores)
     return found
 
 
@@ -160,18 +165,6 @@ def pipeline(models: Models) -> Any:
     with fd.enabled(model):
         same = draw(model, 0, PROMPTS, **GREEDY) == draw(models.alone["llama"], 0, PROMPTS, **GREEDY)
         return same, reason(model)
-
-
-def test_kept_caches_hold_the_heads_of_a_rank(seen):
-    found = dict(zip(("llama", "gpt_neox", "olmo2"), same_value(seen, "kept_caches"), strict=True))
-    assert {name: (heads, stores) for name, (_, _, _, heads, stores) in found.items()} == {
-        "llama": ([2], [[4, 2]]),
-        "gpt_neox": ([4], [[4, 4]]),  # one projection of queries, keys and values
-        "olmo2": ([4], [[8, 4]]),  # keys are gathered before their norm
-    }
-    for tokens, alone, path, _, _ in found.values():
-        assert tokens == alone
-        assert path.startswith("shared: ")
 
 
 def test_a_merge_is_one_collective_and_the_same_on_all_ranks(seen):
