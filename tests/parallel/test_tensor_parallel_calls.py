@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
@@ -116,6 +117,15 @@ def comparisons(models: Models) -> Any:
 
 def _counting(name: str, owner: type = Together) -> Any:
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
+
+
+@sees([[0, 7], [0.5, 0.5], [[True], [False]], False])
+def tensors_of_rank_0(models: Models) -> Any:
+    """One broadcast has tensors of all dtypes, the widest elements first."""
+    rank, ranks = models.rank, Together(models.group, torch.device("cpu"))
+    given = torch.tensor([[True], [False]]) ^ bool(rank), torch.tensor([rank, 7 - rank]), torch.full((2,), 0.5 + rank)
+    rows, tokens, numbers, over = ranks.first(*given, torch.tensor(bool(rank)))
+    return tokens.tolist(), numbers.tolist(), rows.tolist(), over.item()
 
 
 @scenario
