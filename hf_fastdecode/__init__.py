@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .cache.shared import SharedContextCache
     from .conversion.sparsity import measure_sparsity
     from .conversion.to_slim import to_slim
-    from .generation.decoding.token_log_probs import TokenLogProbs
+    from .generation.decoding.sampling import TokenLogProbs
     from .generation.report import CallReport, Report
-    from .parallel.groups import sequence_parallel_plan
+    from .parallel.sequence import sequence_parallel_plan
     from .trainer_callback import FastDecodeCallback
 
 __version__ = "0.2.0"
@@ -41,11 +41,11 @@ _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "FastDecodeCallback": "trainer_callback",
     "SharedContextCache": "cache.shared",
-    "TokenLogProbs": "generation.decoding.token_log_probs",
+    "TokenLogProbs": "generation.decoding.sampling",
     "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.sparsity",
-    "sequence_parallel_plan": "parallel.groups",
+    "sequence_parallel_plan": "parallel.sequence",
     "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),
 }

@@ -1,4 +1,4 @@
-"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.24) that this package uses.
+"""Private names of torch (2.11 to 2.15) and transformers (5.17 to 5.24) that this package uses, and newer Python.
 
 Each entry says what would replace it.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import transformers
@@ -24,6 +25,8 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.models.codegen import modeling_codegen
 from transformers.utils.deprecation import deprecate_kwarg
+
+Value = TypeVar("Value")
 
 TRANSFORMERS: Final = transformers.__version__
 """Version of the installed transformers."""
@@ -117,6 +120,16 @@ Replace it when a module can be compiled for one thread or one context.
 """
 
 
+@contextmanager
+def setting(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Context in which a variable has a value; ``with variable.set(value)`` where Python is 3.14 or newer."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, bypassing `nn.Module.compile`; replace it if torch has a switch for that."""
     return module._call_impl(*args, **kwargs)
@@ -143,13 +156,12 @@ def tensor_version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def local_tensor(tensor: Tensor) -> Tensor | None:
-    """What this process stores of a DTensor, None of other tensors; ``to_local`` would make a view of it each time.
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process stores of a tensor, all of it but of a DTensor; ``to_local`` would make a view each time.
 
     Replace it if torch makes `DTensor._local_tensor` public.
     """
-    local: Tensor | None = getattr(tensor, "_local_tensor", None)
-    return local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def fsdp2_stays_gathered(module: Any) -> bool:

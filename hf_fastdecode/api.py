@@ -15,6 +15,7 @@ from .attention.torch_operators import Backend
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
+from .generation.foreign_code import unwrapped
 from .generation.interception.generate import METHODS
 from .generation.model_state import STATE_LOCK, ModelState, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
@@ -22,7 +23,6 @@ from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
 from .generation.report import Report
 from .generation.support import check_model
-from .generation.wrappers import unwrapped
 from .instance_methods import STATE_ATTRIBUTE
 from .log import logger
 from .patches.own_attention import register_own_attention

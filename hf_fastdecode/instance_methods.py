@@ -1,13 +1,15 @@
-"""Methods of an instance: one that is no reference cycle, and whether a module has only those of its class."""
+"""Attributes and methods of an instance: set for some passes, without a reference cycle, or of its class alone."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 from types import MethodType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 from weakref import ref
 
 from torch import nn
@@ -82,6 +84,58 @@ class WeakMethod:
 def _gone(function: Callable[..., Any]) -> ReferenceError:
     name = getattr(function, "__name__", "this method")
     return ReferenceError(f"the model that {name} belongs to is gone; keep the model, not its {name} alone")
+
+
+class Change(NamedTuple):
+    """An instance's attribute, and what it is to be."""
+
+    owner: object
+    attribute: str
+    value: Any
+
+
+class Switch:
+    """Sets attributes of instances for the time of some passes, which may overlap in several threads.
+
+    The first pass to enter sets an attribute, the last to leave restores what was there.
+
+    Args:
+        replaces: Whether attributes that have a value are set too, which are otherwise left as they are.
+    """
+
+    def __init__(self, *, replaces: bool):
+        self._replaces, self._lock = replaces, Lock()
+        self._entries: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}  # what was there, and passes
+
+    @contextmanager
+    def on(self, changes: Sequence[Change]) -> Iterator[None]:
+        """Context of a pass in which these attributes have these values."""
+        with self._lock:
+            for owner, attribute, value in changes:
+                own, key = vars(owner), (id(owner), attribute)
+                if (entry := self._entries.get(key)) is None:
+                    if not self._replaces and own.get(attribute) is not None:
+                        continue
+                    entry = {attribute: own[attribute]} if attribute in own else {}, 0
+                self._entries[key] = entry[0], entry[1] + 1
+                own[attribute] = value
+        try:
+            yield
+        finally:
+            with self._lock:
+                for owner, attribute, _ in changes:
+                    before, count = self._entries.pop((id(owner), attribute), ({}, 0))
+                    if count > 1:
+                        self._entries[id(owner), attribute] = before, count - 1
+                    elif count:
+                        vars(owner).pop(attribute, None)
+                        vars(owner).update(before)
+
+    def otherwise(self, owner: object, attribute: str) -> Any:
+        """The attribute's value while no pass sets it, None if there is none."""
+        with self._lock:
+            before, count = self._entries.get((id(owner), attribute), ({}, 0))
+            return (before if count else vars(owner)).get(attribute)
 
 
 def is_unchanged(module: nn.Module) -> bool:

@@ -22,8 +22,7 @@ from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.attention.torch_operators import decode_ops
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.kernels.device import interpreted, triton_is_installed
-from hf_fastdecode.parallel.collectives import partial_buffer
-from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
+from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel, partial_buffer
 
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import OpInputs

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_fastdecode.measurement.calls import Times
 from hf_fastdecode.measurement.rows import status_of
-from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel import shards
 
 from ..operator_time import in_us
 from .attention import AttentionBench
@@ -94,7 +94,7 @@ class CollectiveBench:
         given = torch.ones(case.bytes // 4, device=processes.device)
         if way == "all-gather":
             gathered = given.new_empty(processes.count * len(given))
-            return lambda: collectives.all_gather(gathered, given, group=processes.group)
+            return lambda: shards.all_gather(gathered, given, group=processes.group)
         if way == "all-reduce":
             given.zero_()  # whose sum stays finite
             return lambda: dist.all_reduce(given, group=processes.group)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
-from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel import shards
 
 Result = TypeVar("Result")
 
@@ -134,7 +134,7 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
     ``2 (p - 1) / p`` of its bytes (the paper's equation 12).
     """
     sent: list[int] = []
-    all_gather, all_reduce, batch = collectives.all_gather, dist.all_reduce, dist.batch_isend_irecv
+    all_gather, all_reduce, batch = shards.all_gather, dist.all_reduce, dist.batch_isend_irecv
 
     def gather(out: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> Any:
         sent.append((ranks - 1) * given.nbytes)
@@ -149,7 +149,7 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
         return batch(operations)
 
     with (
-        patch.object(collectives, "all_gather", gather),
+        patch.object(shards, "all_gather", gather),
         patch.object(dist, "all_reduce", reduce),
         patch.object(dist, "batch_isend_irecv", send),
     ):

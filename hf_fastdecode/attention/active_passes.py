@@ -11,13 +11,13 @@ from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from threading import Lock
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .._compat import ATTENTION_FIELD
+from .._compat import ATTENTION_FIELD, setting
+from ..instance_methods import Change, Switch
 from .own_code import own_code_of
 from .placeholders import NotATensorError
 
@@ -82,49 +82,22 @@ class _NameOfPasses(str):
     __hash__ = str.__hash__
 
 
-class ConfigSwitch:
-    """Makes configs name our functions for the time of some forward passes, and restores what they named before.
-
-    Passes of several threads, or of models that share a config, may overlap, so entries are counted: the first pass to
-    enter switches a config, the last to leave restores it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entries: dict[int, tuple[str | None, int]] = {}
-
-    def enter(self, config: PreTrainedConfig) -> None:
-        with self._lock:
-            before, count = self._entries.get(id(config), (getattr(config, ATTENTION_FIELD), 0))
-            self._entries[id(config)] = before, count + 1
-            setattr(config, ATTENTION_FIELD, _name_in(config, before))
-
-    def leave(self, config: PreTrainedConfig) -> None:
-        with self._lock:
-            before, count = self._entries.pop(id(config))
-            if count > 1:
-                self._entries[id(config)] = before, count - 1
-            else:
-                setattr(config, ATTENTION_FIELD, before)
-
-    def before(self, config: PreTrainedConfig) -> str:
-        """The attention implementation that a config names when no pass has switched it, ``sdpa`` by default."""
-        with self._lock:  # another thread may have restored the config since our function was called
-            known = self._entries.get(id(config))
-            name: str | None = getattr(config, ATTENTION_FIELD, None) if known is None else known[0]
-        return name if name and name != ATTENTION_NAME else "sdpa"
+_configs = Switch(replaces=True)
 
 
-def _name_in(config: PreTrainedConfig, before: str | None) -> str:
+def stock_attention(config: PreTrainedConfig) -> str:
+    """The attention implementation that a config names when no pass has switched it, ``sdpa`` by default."""
+    name: str | None = _configs.otherwise(config, ATTENTION_FIELD)
+    return name if name and name != ATTENTION_NAME else "sdpa"
+
+
+def _name_in(config: PreTrainedConfig) -> str:
     own = own_code_of(type(config))
     if own is None or not own.compares_name:
         return ATTENTION_NAME
     name = _NameOfPasses(ATTENTION_NAME)
-    name.before = before
+    name.before = _configs.otherwise(config, ATTENTION_FIELD)
     return name
-
-
-config_switch = ConfigSwitch()
 
 
 @contextmanager
@@ -133,27 +106,17 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
 
     They are the distinct config objects that the model's attention layers and mask creation read.
     """
-    entered: list[PreTrainedConfig] = []
     token = _lengths.set(lengths)
     try:
-        for config in configs:
-            config_switch.enter(config)
-            entered.append(config)
-        yield
+        with _configs.on([Change(config, ATTENTION_FIELD, _name_in(config)) for config in configs]):
+            yield
     finally:
-        for config in entered:
-            config_switch.leave(config)
         _lengths.reset(token)
 
 
-@contextmanager
-def as_stock() -> Iterator[None]:
+def as_stock() -> AbstractContextManager[None]:
     """Context within `active` for modules that read no cache: their attention and masks are transformers' own."""
-    token = _lengths.set(None)
-    try:
-        yield
-    finally:
-        _lengths.reset(token)
+    return setting(_lengths, None)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -12,9 +12,9 @@ Overrides of attention code that does not use this interface (`own_code`) call `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,15 +22,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .._compat import setting
 from ..errors import Unsupported
 from .active_passes import (
     ATTENTION_NAME,
     RowLengths,
     autocast_dtype,
     cast,
-    config_switch,
     lengths_of_pass,
     no_autocast,
+    stock_attention,
 )
 from .kv import Scoring
 from .masks import NOT_CAUSAL, shared_context_mask
@@ -175,7 +176,7 @@ def _window(
 
 def _check_ignored(module: nn.Module, option: str) -> None:
     """Raise Unsupported for an option of scores where stock's attention would be sdpa, which has none."""
-    if config_switch.before(module.config) == "sdpa":
+    if stock_attention(module.config) == "sdpa":
         raise Unsupported(
             f"{type(module).__name__} passes {option!r}, which transformers' sdpa attention leaves out or refuses",
             "call model.set_attn_implementation('eager')",
@@ -194,7 +195,7 @@ def _checked_sinks(sinks: Tensor, heads: int) -> Tensor:
 def _stock_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The attention function that a module's config names when no pass has switched it."""
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    name = config_switch.before(module.config)
+    name = stock_attention(module.config)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
 
 
@@ -205,14 +206,8 @@ AttentionMaskInterface.register(ATTENTION_NAME, shared_context_mask)
 _positions: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_positions", default=None)
 
 
-@contextmanager
-def at_positions(position_ids: Tensor | None) -> Iterator[None]:
-    """Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
-    token = _positions.set(position_ids)
-    try:
-        yield
-    finally:
-        _positions.reset(token)
+at_positions = partial(setting, _positions)
+"""Context of a forward pass over tokens at these positions, ``[rows or 1, queries]`` int64."""
 
 
 def given_positions() -> Tensor | None:

@@ -22,7 +22,7 @@ from transformers.masking_utils import (
 )
 
 from ..errors import Unsupported
-from .active_passes import config_switch, lengths_of_pass
+from .active_passes import lengths_of_pass, stock_attention
 from .own_code import own_code_of
 from .placeholders import BidirectionalMask, CausalMask, SlidingWindow
 
@@ -55,7 +55,7 @@ def shared_context_mask(
     """
     lengths = lengths_of_pass()
     if lengths is None:  # a stock pass of another thread
-        name = config_switch.before(kwargs["config"])
+        name = stock_attention(kwargs["config"])
         given = {
             "mask_function": mask_function,
             "allow_is_causal_skip": allow_is_causal_skip,

@@ -17,7 +17,7 @@ from ..attention.forest import Forest, Node, Span
 from .shared import SharedContextCache
 
 
-def consolidate(cache: SharedContextCache, copying: AbstractContextManager[None] | None = None) -> None:
+def consolidate(cache: SharedContextCache, copying: AbstractContextManager[object] | None = None) -> None:
     """Merge chains of nodes with the same rows, and free stored tokens that no row attends to.
 
     A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not

@@ -22,9 +22,8 @@ from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
-from ..parallel.divided_pass import GatheredContexts, InPass
 from ..parallel.sequence import window_is_not_divided
-from ..parallel.shards import WHOLE
+from ..parallel.shards import WHOLE, GatheredContexts, InPass
 from .layers.expanded import EagerExpandedKV
 from .state import MadeTables, Pass, SharedState
 from .storage import TokenStorage

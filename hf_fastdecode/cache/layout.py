@@ -15,9 +15,9 @@ from typing import Any, Final
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._compat import local_part
 from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
 from ..errors import Unsupported
-from ..parallel.groups import local_part
 from .layers.latent import ExpandsLatents
 from .layers.own import AttendsByItself
 from .stores import (

@@ -18,10 +18,9 @@ from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables
 from ..attention.runs import PackedRuns, Run
 from ..attention.torch_operators import Backend, TorchBackend
-from ..parallel.divided_pass import FEWEST_TOKENS, DividedPass
-from ..parallel.groups import splits_between
+from ..parallel.ranks import splits_between
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
-from ..parallel.shards import WHOLE, Shard
+from ..parallel.shards import FEWEST_TOKENS, WHOLE, DividedPass, Shard
 from .layers.latent import ExpandedNodes
 from .suffixes import Suffixes
 

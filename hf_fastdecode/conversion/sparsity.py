@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.generation.wrappers import unwrapped
+from hf_fastdecode.generation.foreign_code import unwrapped
 from hf_fastdecode.patches.layers.attention_layer import SlimAttention
 from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.layers.slim_attention import counted

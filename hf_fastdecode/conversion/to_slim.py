@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_fastdecode.generation.wrappers import unwrapped
+from hf_fastdecode.generation.foreign_code import unwrapped
 from hf_fastdecode.patches.slim_layers import Rope, check_threshold
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text

@@ -23,7 +23,7 @@ from transformers import StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWa
 
 from ..api import enabled, explain
 from ..errors import InputError, out_of_memory
-from ..generation.decoding.token_log_probs import TokenLogProbs
+from ..generation.decoding.sampling import TokenLogProbs
 from ..measurement.calls import (
     ANCHOR,
     Drawn,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ..errors import InputError
 from ..files import JsonlWriter, json_lines, read_jsonl, write_text
-from ..generation.decoding.token_log_probs import NotFiniteError
+from ..generation.decoding.sampling import NotFiniteError
 from ..measurement.calls import memory_and_logit_errors
 from .prompts import PromptFormat
 from .records import Sample, Task

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from .._compat import CACHE, ENCODE, untested_transformers
+from .._compat import CACHE, ENCODE, setting, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
-from ..parallel.agreement import Ranks
+from ..parallel.ranks import Offer, Ranks
 from .fingerprint import Fingerprint
 from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
 from .inputs.given import GivenInputs
@@ -140,7 +140,7 @@ class CallContext:
     def ranks(self) -> Ranks:
         return self.structure.ranks
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self) -> AbstractContextManager[Offer]:
         """Context of work that fails on all processes of the model if it does on one, see `Ranks.together`."""
         return self.ranks.together()
 
@@ -196,7 +196,7 @@ class CallContext:
             raise
         except Exception as error:
             newer = untested_transformers()
-            if newer is None or self.must_share or self.ranks.count > 1:
+            if newer is None or self.must_share or not self.ranks.alone:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
             remedy, of_prompts = None, False
@@ -221,14 +221,9 @@ class CallContext:
 _of_prefill: ContextVar[bool] = ContextVar("hf_fastdecode_of_prefill", default=False)
 
 
-@contextmanager
-def calls_of_prefill() -> Iterator[None]:
+def calls_of_prefill() -> AbstractContextManager[None]:
     """Context in which this thread's calls of `generate` are those of `prefill`, see `ActiveCall.of_prefill`."""
-    token = _of_prefill.set(True)
-    try:
-        yield
-    finally:
-        _of_prefill.reset(token)
+    return setting(_of_prefill, True)
 
 
 @dataclass
@@ -301,10 +296,15 @@ class ActiveCall:
 active_call_of_thread: ContextVar[ActiveCall | None] = ContextVar("hf_fastdecode_active_call", default=None)
 
 
+def active_call_of(model: PreTrainedModel) -> ActiveCall | None:
+    """The innermost active call of this thread, if it is this model's."""
+    call = active_call_of_thread.get()
+    return call if call is not None and call.model is model else None
+
+
 def structure_of_call(model_state: ModelState, model: PreTrainedModel) -> Structure:
     """The model's structure, read once per call."""
-    call = active_call_of_thread.get()
-    if call is None or call.model is not model:
+    if (call := active_call_of(model)) is None:
         return model_state.structure_of(model)
     if call.structure is None:
         call.structure = model_state.structure_of(model)
@@ -315,8 +315,8 @@ def hold_before_encoding(
     model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
     """`ENCODE` of a decoder: is called with model arguments that hold raw images, and returns encoded ones."""
-    original, call = model_state.methods.original(model, ENCODE), active_call_of_thread.get()
-    if call is not None and call.model is model and call.may_hold:
+    original, call = model_state.methods.original(model, ENCODE), active_call_of(model)
+    if call is not None and call.may_hold:
         call.hold(model_kwargs, partial(original, inputs_tensor, dict(model_kwargs), *args))
         if call.inputs is not None:
             return model_kwargs
@@ -325,8 +325,8 @@ def hold_before_encoding(
 
 
 def expand_inputs(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
-    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of_thread.get()
-    if call is None or call.model is not model or args or not call.may_hold:
+    original, call = model_state.methods.original(model, "_expand_inputs_for_generation"), active_call_of(model)
+    if call is None or args or not call.may_hold:
         return original(*args, **kwargs)
     call.hold(kwargs)
     if call.inputs is None:

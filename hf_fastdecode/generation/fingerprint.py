@@ -8,9 +8,8 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._compat import tensor_version
+from .._compat import local_part, tensor_version
 from ..cache.shared import FilledBy
-from ..parallel.groups import local_part
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
 _SAMPLES = 4
@@ -19,7 +18,7 @@ _ROWS_OF_TABLES = 16
 """Rows sampled per table of positions, evenly spaced."""
 
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", LENGTH_SEEN)
-"""What does not affect keys and values: flags (training mode with dropout never shares), and a length."""
+"""Attributes that do not affect keys and values: flags (training mode with dropout never shares), and a length."""
 
 _TensorState = tuple[int, tuple[int, int], int]
 """Identity, versions and address."""
@@ -52,19 +51,19 @@ class Fingerprint:
         return self  # immutable, and describes the same model
 
     def difference(self, model: nn.Module, walk: ModelWalk | None = None) -> str | None:
-        """What changed: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
+        """The kind of change: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
         walk = walk or ModelWalk(model)
         return self.host_difference(model, walk) or self.sampled_difference(walk)
 
     def host_difference(self, model: nn.Module, walk: ModelWalk, known: object = None) -> str | None:
-        """What changed as far as the host can tell.
+        """The kind of change as far as the host can tell.
 
         Args:
             known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
         """
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
-            versions = [versions for _, versions, _ in self._own[0]]  # the rest is known to be the same
+            versions = [versions for _, versions, _ in self._own[0]]  # all else is known to be the same
             return None if versions == list(map(_versions, _tensors(walk))) else "weights"
         if self._adapters != adapter_state(walk):
             return "adapters"
@@ -93,7 +92,7 @@ class Fingerprint:
         return True
 
     def sampled_difference(self, walk: ModelWalk) -> str | None:
-        """What changed by the sampled elements, for which the host waits on the current stream."""
+        """The kind of change by the sampled elements, for which the host waits on the current stream."""
         now, then = _samples(walk), self._samples
         if now.keys().isdisjoint(then):  # the whole model was moved or converted
             return None
@@ -108,14 +107,14 @@ class ChangedBetween:
         self._what = what
 
     def difference(self, model: nn.Module) -> str:
-        """What changed between passes, so that the cache is of no model."""
+        """The kind of change between passes, so that the cache is of no model."""
         return self._what
 
 
 def filled_by(
     before: FilledBy | None, model: nn.Module, walk: ModelWalk, known: object = None, *, compares: bool = False
 ) -> FilledBy:
-    """What a kept cache is to remember of the model, which has just computed tokens of it.
+    """The fingerprint that a kept cache is to keep of the model, which has just computed tokens of it.
 
     Args:
         before: What it remembers already.
@@ -158,7 +157,7 @@ def _tensors(walk: ModelWalk) -> list[Tensor]:
 
 
 def _tables(walk: ModelWalk) -> dict[int, Tensor]:
-    """Tables ``[positions, width]`` by their place among `_tensors`: buffers of code, which no checkpoint has."""
+    """Tables ``[positions, width]`` by their index among `_tensors`: buffers of code, which no checkpoint has."""
     made = {
         id(table)
         for module in walk.modules

@@ -1,29 +1,24 @@
-"""Third-party code on a model: forward hooks, instance-level `forward`s, modules, patched classes, divided parameters.
+"""Third-party code on a model: forward hooks, instance-level `forward`s, modules, patched classes, and wrappers.
 
 Prefill packs the tokens of all prompts into one row. Code that reads rows or the last position, e.g. for activation
 steering, patching or probing, would see other shapes than in stock transformers.
-
-ZeRO-3 and both versions of FSDP gather parameters from several processes in each pass. Each process may then have
-prompts of its own, and all must run the same passes. Parameters that were gathered before a call, and stay so until it
-ends, are as those of one process: gathering is a collective, so that all processes find the same answer.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from .._compat import fsdp2_stays_gathered, global_forward_hooks
+from .._compat import global_forward_hooks
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
-from ..parallel.groups import in_several_processes
 from .snapshot import ModelWalk
 
 # Where transformers' tensor parallelism gives modules a forward, which communicates.
@@ -38,27 +33,12 @@ _PEFT_METHODS = (
 )
 # Packages whose modules and `forward`s compute per position, or attend like transformers' own.
 _KNOWN_CODE = (
-    "transformers",
-    "accelerate",
-    "torch",
-    "hf_fastdecode",
+    *("transformers", "accelerate", "torch", "hf_fastdecode"),
     *("peft.mixed_model", "peft.peft_model", "peft.tuners._buffer_dict", "peft.tuners.tuners_utils", "peft.utils"),
     *(f"peft.tuners.{method}" for method in _PEFT_METHODS),
     "trl",  # its fused head, which `generate` does not use
-    "torchao",
-    "bitsandbytes",
-    "optimum",
-    "gptqmodel",
-    "auto_gptq",
-    "awq",
-    "hqq",
-    "compressed_tensors",
-    "kernels",
-    "liger_kernel",
-    "flash_attn",
-    "fla",
-    "apex",
-    "transformer_engine",
+    *("torchao", "bitsandbytes", "optimum", "gptqmodel", "auto_gptq", "awq", "hqq", "compressed_tensors"),
+    *("kernels", "liger_kernel", "flash_attn", "fla", "apex", "transformer_engine"),
 )
 _WHY = "which would see prompts packed into one row"
 
@@ -161,21 +141,13 @@ def _is_of(home: str, packages: tuple[str, ...]) -> bool:
 
 
 class Role(Enum):
-    """What a forward hook does to a pass.
+    """The effect of a forward hook on a pass."""
 
-    Attributes:
-        IDLE: Nothing in passes without gradients, or it only records: a captured step may leave it out.
-        SAFE: Nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures.
-        GATHERS: It gathers a module's parameters before the module runs, and divides them again after it.
-        WRAPS: It does what the function does that it wraps.
-        READS_ROWS: Something that other rows or lengths would change.
-    """
-
-    IDLE = auto()
-    SAFE = auto()
-    GATHERS = auto()
-    WRAPS = auto()
-    READS_ROWS = auto()
+    IDLE = auto()  # nothing in passes without gradients, or it only records: a captured step may leave it out
+    SAFE = auto()  # nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures
+    GATHERS = auto()  # gathers a module's parameters before the module runs, and divides them again after it
+    WRAPS = auto()  # what the function does that it wraps
+    READS_ROWS = auto()  # something that other rows or lengths would change
 
 
 _ROLES: Final = {
@@ -208,7 +180,7 @@ _ROLES: Final = {
 
 
 def role_of(hook: Any) -> Role | None:
-    """What a hook does; None of unknown ones."""
+    """The role of a hook; None of unknown ones."""
     function = unbound(hook)
     home, name = defining_module(hook), name_of(hook).rpartition(".")[2]
     parts = home.split(".")
@@ -222,7 +194,7 @@ def role_of(hook: Any) -> Role | None:
 
 
 def _wrapped(function: Any) -> Iterator[Any]:
-    """What a decorator's function calls, in its closure where the decorator does not say it."""
+    """The functions that a decorator's function calls, in its closure where the decorator does not say it."""
     if (inner := getattr(function, "__wrapped__", None)) is not None:
         yield inner
     else:
@@ -249,57 +221,41 @@ def name_of(function: Any) -> str:
     return f"{defining_module(function)}.{code.co_qualname if code is not None else type(bare).__qualname__}"
 
 
-class Gathering(NamedTuple):
-    """What gathers parameters in each pass, and how to gather them before a call instead."""
-
-    what: str
-    remedy: str
+_INNER = ("_orig_mod", "module", "_fsdp_wrapped_module", "_forward_module", "base_model", "model")
+"""Wrappers' attributes for the inner model: torch.compile, DDP and DataParallel, FSDP, Lightning Fabric, PEFT, PEFT's
+tuners."""
 
 
-_ZERO_3 = Gathering(
-    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
-    "default (ds3_gather_for_generation=True)",
-)
-_FSDP_1 = Gathering(
-    "FSDP 1 divides its parameters between processes, and each pass gathers them",
-    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
-)
-_FSDP_2 = Gathering(
-    "FSDP 2 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
-)
+def unwrapped(model: object) -> PreTrainedModel:
+    """Return the transformers model that `model` is or wraps, the one whose `generate` runs.
+
+    Args:
+        model: A transformers model, or one wrapped by PEFT, `torch.compile`, DistributedDataParallel, DataParallel or
+            any module that stores it under one of the same attribute names, nested in any order.
+
+    Raises:
+        TypeError: `model` is none of these; the message names the attribute that holds a model, if any.
+    """
+    found = model
+    while isinstance(found, nn.Module) and not isinstance(found, PreTrainedModel):
+        inner = next((part for name in _INNER if isinstance(part := _stored(found, name), nn.Module)), None)
+        if inner is None:
+            break
+        found = inner
+    if isinstance(found, PreTrainedModel):
+        return found
+    got = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise TypeError(f"expected a transformers PreTrainedModel, got {got}; {_remedy(model)}")
 
 
-def find_gathering(walk: ModelWalk) -> Gathering | None:
-    """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered now."""
-    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
-        return _ZERO_3
-    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
-        return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-
-    for kind in walk.classes:
-        if issubclass(kind, FullyShardedDataParallel):
-            strategies = {module.sharding_strategy for module in _of(walk, kind)}
-            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
-        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
-            return _FSDP_2
-    return None
+def _stored(wrapper: nn.Module, name: str) -> object:
+    """The wrapper's own attribute, bypassing ``__getattr__`` delegation to the model."""
+    return wrapper._modules.get(name) or vars(wrapper).get(name)
 
 
-def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
-    return [module for module in walk.modules if type(module) is kind]
-
-
-def _divided_by_zero_3(walk: ModelWalk) -> bool:
-    """Whether parameters are divided now, or hooks divide them again after each module."""
-    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
-    if any(status is not None and status.name != "AVAILABLE" for status in found):
-        return True
-    hooks = (
-        hook
-        for module in walk.with_code
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    return any(role_of(hook) is Role.GATHERS for hook in hooks)
+def _remedy(model: object) -> str:
+    parts = [*vars(model).items()] if hasattr(model, "__dict__") else []
+    if isinstance(model, nn.Module):
+        parts += model.named_modules()
+    name = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
+    return "load one with AutoModelForCausalLM.from_pretrained" if name is None else f"pass its attribute {name!r}"

@@ -1,9 +1,11 @@
-"""Forward passes over a shared-context cache, and the names and positions of what a model's `forward` is given."""
+"""Forward passes over a shared-context cache, names and positions of what `forward` takes, and streams beside it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import cache as cached
 from inspect import signature
 from typing import Any, Final, NamedTuple
 
@@ -210,3 +212,36 @@ def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
     except Exception:  # a method of the model's own, which needs more than that
         return unread
     return unread | (given.keys() - prepared.keys())
+
+
+@cached
+def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class Beside:
+    """Runs work on a second stream, beside later work of the current one, and after its earlier work.
+
+    Args:
+        device: On devices other than CUDA, work runs at once.
+        purpose: Work of one purpose runs in order, on a stream of its own.
+    """
+
+    def __init__(self, device: torch.device, purpose: str):
+        self._stream, self._before = None, None
+        if device.type == "cuda":
+            self._stream = _stream(device, purpose)
+            self._before = torch.cuda.current_stream(device).record_event()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Context whose work goes to the second stream. The host may read results; other work needs `join` first."""
+        if self._stream is not None and self._before is not None:
+            self._stream.wait_event(self._before)
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let work that is queued on the current stream from now on wait for the second one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -15,11 +15,10 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import tensor_version
+from .._compat import local_part, tensor_version
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
-from ..parallel.groups import in_several_processes, local_part, sequence_group
-from ..parallel.sequence import SequenceParallel
+from ..parallel.ranks import in_several_processes
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore
@@ -51,17 +50,6 @@ class ModelState:
         self.repeated = RepeatedPrompts()
         self.short_calls: object = None  # of `prompts.gain`, once a call has saved too little
         self._logged: set[str] = set()
-        self._parallel: SequenceParallel | None = None
-
-    @property
-    def parallel(self) -> SequenceParallel | None:
-        """The processes between which contexts are divided; the same object for the same group."""
-        group = sequence_group(self.options.sequence_parallel)
-        if group is None:
-            return None
-        if self._parallel is None or self._parallel.group is not group:
-            self._parallel = SequenceParallel(group)
-        return self._parallel
 
     @property
     def runs_alone(self) -> bool:
@@ -69,7 +57,7 @@ class ModelState:
         return not in_several_processes()
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
-        return self.structure.of(model, self.parallel)
+        return self.structure.of(model, self.options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`

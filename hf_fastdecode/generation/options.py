@@ -120,7 +120,7 @@ class Options:
             )
         if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
             # Its import needs torch, and options are also read where its seconds would be lost.
-            from ..parallel.groups import require_sequence_group
+            from ..parallel.ranks import require_sequence_group
 
             require_sequence_group(self.sequence_parallel)
         for name, (least, allowed, otherwise) in _INTEGERS.items():

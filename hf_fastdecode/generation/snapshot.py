@@ -1,28 +1,34 @@
-"""What a model is at a moment: its modules, their adapters and host state, the memory of its tensors.
+"""A model at a moment, and whether it is still as it was: its modules, their host state, the memory of its tensors.
 
 A call asks many questions of every module: is it in training mode, does it carry hooks, what does it store, which
-tensors does it read. A walk by `nn.Module.modules` takes longer than most of the answers, so a call walks once, or not
-at all where the last one's modules are known to be still the model's (`model_watch`).
+tensors does it read. A walk by `nn.Module.modules` takes longer than most of the answers, so a call walks once
+(`ModelWalk`), or not at all while `ModelWatch` finds the model untouched. Three systems tell of changes, each by what
+its user needs:
+
+- `ModelWatch` compares objects by identity, in one pass in C: whether what was found about the model holds from call
+  to call. It may find a change where there is none, as of an equal string set again.
+- `captured_state` compares by value what a captured graph bakes in, where the watch was touched: captures cost more.
+- `fingerprint.Fingerprint` also finds weights written in place, which graphs read anew, but stored keys do not.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import chain
+from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, EXPERTS_FIELD
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, local_part
 from ..attention.active_passes import autocast_dtype
 from ..instance_methods import STATE_ATTRIBUTE
-from ..parallel.groups import local_part
 from .forward_pass import input_device
 
 _CODE_OF_INSTANCES = frozenset({"forward", "_call_impl", "_hf_hook", STATE_ATTRIBUTE})
@@ -49,12 +55,16 @@ class ModelWalk:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters, tied ones once, in the order of `nn.Module.parameters`."""
-        return _distinct(parameter for module in self.modules for parameter in module.__dict__["_parameters"].values())
+        return self._tensors("_parameters")
 
     @property
     def buffers(self) -> list[Tensor]:
         """The buffers, shared ones once, in the order of `nn.Module.buffers`."""
-        return _distinct(buffer for module in self.modules for buffer in module.__dict__["_buffers"].values())
+        return self._tensors("_buffers")
+
+    def _tensors(self, kind: str) -> list[Tensor]:
+        every = chain.from_iterable(module.__dict__[kind].values() for module in self.modules)
+        return list({id(tensor): tensor for tensor in every if tensor is not None}.values())
 
     @property
     def with_code(self) -> list[nn.Module]:
@@ -103,10 +113,6 @@ def attributes(one: object) -> dict[str, Any]:
     return one.__dict__.copy()
 
 
-def _distinct(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors if tensor is not None}.values())
-
-
 ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
 """Host attributes by which PEFT layers select adapters and their scaling."""
 
@@ -117,10 +123,10 @@ _FUNCTIONS = frozenset({FunctionType, BuiltinFunctionType})
 """Types of functions that a module may call, such as activations; those of the model itself are methods."""
 
 _EXACT = _BAKED_IN - {float, tuple, Tensor}
-"""Those of which equal values are the same."""
+"""Types whose equal values are the same."""
 
 LENGTH_SEEN = "max_seq_len_cached"
-"""Attribute with the length that RoPE of type ``dynamic`` has seen, which no cache is used beyond."""
+"""Attribute with the length that RoPE of type ``dynamic`` has met so far, beyond which no cache is used."""
 
 SET_BY_CALLS = ("rope_deltas", "conv1d_state", "recurrent_states")
 """Attributes that each call sets anew: of models whose positions have planes, and states of RecurrentGemma's layers.
@@ -135,10 +141,7 @@ def pass_settings(
 
 
 def captured_state(model: nn.Module, configs: Iterable[PreTrainedConfig], walk: ModelWalk | None = None) -> Hashable:
-    """Model state that a capture bakes in: tensors' memory, host state of modules and configs.
-
-    `walk` is one over the model, where the caller has it already.
-    """
+    """Model state that a capture bakes in: tensors' memory, host state of modules and configs."""
     walk = walk or ModelWalk(model)
     return (
         layouts(walk.parameters),
@@ -159,7 +162,7 @@ def _config_state(config: PreTrainedConfig) -> Hashable:
 
 
 def config_field(name: str, value: Any) -> Hashable:
-    """What tells a value of a config field from another."""
+    """A key that tells a value of a config field from another."""
     if isinstance(value, PreTrainedConfig):
         return _config_state(value)
     if name == EXPERTS_FIELD and value == "batched_mm":  # for the time of decode steps
@@ -169,19 +172,17 @@ def config_field(name: str, value: Any) -> Hashable:
 
 def adapter_state(walk: ModelWalk) -> Hashable:
     """Active adapters and their settings, by layer name."""
-    found = [(module, switches) for module in walk.modules if (switches := _adapter_switches(module))]
+    adapted = [module for module in walk.modules if not module.__dict__.keys().isdisjoint(ADAPTER_SWITCHES)]
+    found = [(module, switches) for module in adapted if (switches := _adapter_switches(module))]
     paths = walk.paths() if found else {}
     return tuple((paths[module], *switches) for module, switches in found)
 
 
 def _adapter_switches(module: nn.Module) -> list[tuple[str, str]]:
-    attributes = module.__dict__
-    if attributes.keys().isdisjoint(ADAPTER_SWITCHES):
-        return []
     return [
         (name, str(value))
         for name in ADAPTER_SWITCHES
-        if (value := attributes.get(name)) is not None
+        if (value := module.__dict__.get(name)) is not None
         if name != "scaling" or isinstance(value, dict)  # PEFT's is a dict by adapter; others are unrelated
     ]
 
@@ -218,7 +219,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
 
 
 def _names(walk: ModelWalk) -> tuple[str, ...]:
-    """Names of modules, parameters and buffers: two that change places are the same objects in the same order."""
+    """Names of modules, parameters and buffers: two that are exchanged are the same objects in the same order."""
     parts = [module.__dict__[kind] for module in walk.modules for kind in ("_modules", "_parameters", "_buffers")]
     return tuple(chain.from_iterable(parts))
 
@@ -230,7 +231,7 @@ def _public(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def forward_of(kind: type[nn.Module]) -> Hashable:
-    """What tells the code of a class from another that it may be given, or functions of its file that it calls."""
+    """A key that tells the code of a class, and functions of its file that it calls, from others."""
     forward = next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
     bare = inspect.unwrap(forward) if isinstance(forward, FunctionType) else None
     if not isinstance(bare, FunctionType):
@@ -240,8 +241,8 @@ def forward_of(kind: type[nn.Module]) -> Hashable:
 
 
 def _lasting(value: object) -> Hashable:
-    """What is equal for the same object alone, also after its end, where an id may be that of another."""
-    return weakref.ref(value) if isinstance(value, FunctionType) else id(value)
+    """A key that is equal for the same object alone, also after its end, where an id may be that of another."""
+    return ref(value) if isinstance(value, FunctionType) else id(value)
 
 
 def _comparable(value: Any) -> str | int:
@@ -256,11 +257,6 @@ def _comparable(value: Any) -> str | int:
 
 def _function(method: object) -> object:
     return getattr(method, "__func__", method)
-
-
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Data pointers of the tensors, or of what this process stores of them."""
-    return tuple(local_part(tensor).data_ptr() for tensor in tensors)
 
 
 def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
@@ -285,3 +281,191 @@ def changes_frequencies(module: nn.Module) -> bool:
     kinds = getattr(module, "rope_type", None)  # for all layers, or per layer type
     found = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
+
+
+_REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes by which PyTorch keeps its books, of which `_REGISTERED` are compared by what is in them."""
+
+_BY_VALUE: Final = (ATTENTION_FIELD, EXPERTS_FIELD)
+"""Config fields that passes of any thread change for their time."""
+
+_LEFT_ASIDE: Final = frozenset({*SET_BY_CALLS, "generation_config"})
+"""Attributes that calls set anew, and the defaults of `generate`, which passes do not read."""
+
+_SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
+
+
+class ModelWatch:
+    """Tells whether anything on a model was set, added, replaced or moved since a moment.
+
+    Compared are classes, attributes, parameters, buffers, hooks and configs by identity, tensors also by their memory,
+    and containers by what is in them. Elements written to weights in place are no change. What is found may be none at
+    all, as of an equal string: `snapshot.captured_state` then tells. `_LEFT_ASIDE` is not compared.
+
+    An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
+    replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
+    references cannot be swapped (`torch.utils.swap_tensors`).
+
+    Args:
+        walk: One over the model.
+        configs: Its config objects.
+    """
+
+    def __init__(self, walk: ModelWalk, configs: Iterable[PreTrainedConfig]):
+        self._gone: list[object] = []
+        self._modules = [ref(module, self._gone.append) for module in walk.modules]
+        self._kinds = [ref(kind) for kind in walk.classes]
+        self._configs = _with_parts(configs)
+        own = [module.__dict__.copy() for module in walk.modules]  # other threads' passes put calls on modules
+        self._sizes = [len(attributes) for attributes in own]
+        getters: dict[tuple[str, ...], itemgetter[Any]] = {}
+        self._getters = [_getter(tuple(attributes), getters) for attributes in own]
+        self._registered = [[len(attributes[name]) for attributes in own] for name in _REGISTERED]
+        self._filled = [[index for index, size in enumerate(sizes) if size] for sizes in self._registered]
+        every = _every(own)
+        self._containers = [
+            (index, name)
+            for index, name, value in every
+            if isinstance(value, _CONTAINERS) and (name[:1] != "_" or name in ADAPTER_SWITCHES)
+        ]
+        self._all_watched = next(global_forward_hooks(), None) is None
+        values = self._values(own, walk.modules)
+        self._ids, self._host = list(map(id, values)), self._host_state()
+        self._tensors = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        try:
+            self._layouts = self._layouts_of(values)
+        except RuntimeError:  # a wrapper around other tensors
+            self._all_watched = False
+        self._homes = sorted({index for kind in (0, 1) for index in self._filled[kind]})  # of parameters and buffers
+        self._loose = [
+            (index, name) for index, name, value in every if isinstance(value, Tensor) and name not in _LEFT_ASIDE
+        ]
+        self._memory = self._memory_now() if self._all_watched else ()
+        self._held: list[object] = []  # what keeps ids from being those of other objects
+        self._hold(values, known=set(map(id, walk.modules)))
+
+    def _hold(self, values: Iterable[object], known: set[int]) -> None:
+        """Hold scalars, and refer to other objects weakly where they can be; those with a `known` id are held."""
+        for value in {id(value): value for value in values if id(value) not in known}.values():
+            if type(value) in _SCALARS:
+                self._held.append(value)
+            elif not isinstance(value, (Tensor, *_CONTAINERS)):
+                try:
+                    self._held.append(ref(value, self._gone.append))
+                except TypeError:
+                    self._held.append(value)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The model's modules, in the order of the walk, while it is untouched."""
+        return [module for one in self._modules if (module := one()) is not None]
+
+    def touched(self) -> bool:
+        """Whether a class, attribute, parameter, buffer, module, hook, name or layout is another than it was."""
+        if self._gone or not self._all_watched or next(global_forward_hooks(), None) is not None:
+            return True
+        modules = self.modules
+        own = [module.__dict__ for module in modules]
+        try:
+            if list(map(len, own)) != self._sizes:
+                return True
+            values = self._values(own, modules)
+            if list(map(id, values)) != self._ids or self._host_state() != self._host:
+                return True
+            return self._layouts_of(values) != self._layouts
+        except (KeyError, RuntimeError, TypeError):  # other attributes, or another thread changes them now
+            return True
+
+    def moved(self) -> bool:
+        """Whether any tensor's memory is another than it was; asks less than `touched`, and finds fewer changes."""
+        try:
+            return bool(self._gone) or not self._all_watched or self._memory_now() != self._memory
+        except (AttributeError, KeyError, RuntimeError, TypeError):  # a module or an attribute is gone
+            return True
+
+    def _memory_now(self) -> tuple[int, ...]:
+        modules = self._modules
+        own = [modules[index]().__dict__ for index in self._homes]
+        registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
+        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
+        tensors += [modules[index]().__dict__[name] for index, name in self._loose]
+        return tuple(local_part(tensor).data_ptr() for tensor in tensors)
+
+    def _values(self, own: list[dict[str, Any]], modules: list[nn.Module]) -> list[object]:
+        """All objects that are compared, in one order; raises KeyError where an attribute is gone."""
+        registered = []
+        for name, sizes, filled in zip(_REGISTERED, self._registered, self._filled, strict=True):
+            parts = [attributes[name] for attributes in own]
+            if list(map(len, parts)) != sizes:
+                raise KeyError(name)
+            registered += [parts[index] for index in filled]
+        attributes = [get(one) for get, one in zip(self._getters, own, strict=True)]
+        settings = [value for one in self._configs for name, value in vars(one).items() if name not in _BY_VALUE]
+        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(dict.values, registered))
+        found = list(chain(map(type, modules), chain.from_iterable(attributes), names, tensors, settings))
+        for index, name in self._containers:
+            found += _contents(own[index][name])
+        for value in settings:
+            if isinstance(value, _CONTAINERS):
+                found += _contents(value)
+        return found
+
+    def _layouts_of(self, values: list[Any]) -> tuple[Hashable, ...]:
+        return layouts([values[index] for index in self._tensors])
+
+    def _host_state(self) -> Hashable:
+        """The parts that are compared by value: the code of classes, and settings of configs."""
+        kinds = [kind for one in self._kinds if (kind := one()) is not None]
+        code = tuple([(forward_of(kind), id(kind.__call__)) for kind in kinds])
+        return code, tuple([_settings(config) for config in self._configs])
+
+
+def _getter(names: tuple[str, ...], known: dict[tuple[str, ...], itemgetter[Any]]) -> itemgetter[Any]:
+    """Reads what a model's code may read, of modules with these names of attributes, in one call."""
+    if names not in known:
+        read = [name for name in names if name not in _OF_EVERY_MODULE and name not in _LEFT_ASIDE]
+        known[names] = itemgetter(*(read + ["_modules"] * max(0, 2 - len(read))))  # of one name it makes no tuple
+    return known[names]
+
+
+def _every(own: list[dict[str, Any]]) -> list[tuple[int, str, Any]]:
+    """All attributes: the module's number, the name and the value."""
+    return [(index, name, value) for index, one in enumerate(own) for name, value in one.items()]
+
+
+def _contents(container: Any) -> Iterator[object]:
+    """All objects in nested containers, and the keys of dicts, in order; the containers themselves by their class."""
+    waiting, seen = [container], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, _CONTAINERS):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            yield type(one)
+            waiting += chain(one.keys(), one.values()) if isinstance(one, dict) else one
+
+
+def _with_parts(configs: Iterable[PreTrainedConfig]) -> list[PreTrainedConfig]:
+    """The configs and those that are fields of them, each once."""
+    found: dict[int, PreTrainedConfig] = {}
+    waiting = list(configs)
+    while waiting:
+        config = waiting.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            waiting += [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return list(found.values())
+
+
+def _settings(config: PreTrainedConfig) -> Hashable:
+    """A config's number of fields, and those fields whose objects do not tell of a change."""
+    own = vars(config)
+    others = (
+        (name, repr(value))
+        for name, value in own.items()
+        if type(value) not in _SCALARS and not isinstance(value, (PreTrainedConfig, *_CONTAINERS))
+    )
+    return len(own), config_field(EXPERTS_FIELD, own.get(EXPERTS_FIELD)), *others

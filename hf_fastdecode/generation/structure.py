@@ -1,31 +1,38 @@
-"""What passes with shared context need to know of a model, kept from call to call while the model is untouched."""
+"""Configs, layers and modules of a model as passes over a cache need them, kept while the model is untouched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import COMPILED_CALL, uncompiled_call
-from ..attention.active_passes import RowLengths, active, lengths_of_pass
-from ..attention.own_code import Method, stand_ins_of
+from .._compat import fsdp2_stays_gathered
+from ..attention.active_passes import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
-from ..parallel.agreement import ALONE, Ranks, Together
-from ..parallel.groups import common_group, in_several_processes, splitting_groups
+from ..parallel.ranks import (
+    ALONE,
+    Ranks,
+    Together,
+    common_group,
+    in_several_processes,
+    sequence_group,
+    splitting_groups,
+)
 from ..parallel.sequence import SequenceParallel
 from ..parallel.watchdog import watchdog_of
-from .foreign_code import Gathering, find_gathering, is_capturable, is_of_transformers
+from .foreign_code import Role, role_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
-from .interception.switches import ReplacedCall, replaced_calls
-from .model_watch import ModelWatch
-from .snapshot import ModelWalk
+from .interception.switches import Overrides, find_overrides
+from .options import Options
+from .snapshot import ModelWalk, ModelWatch
 
 Answer = TypeVar("Answer")
 
@@ -39,8 +46,14 @@ class Structure:
         parallel: The processes between which the call's context is divided, if it is.
     """
 
-    def __init__(self, model: PreTrainedModel, known: Known | None = None, parallel: SequenceParallel | None = None):
-        self._model, self.known, self.parallel = model, known, parallel
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        known: Known | None = None,
+        parallel: SequenceParallel | None = None,
+        peer_timeout: float = float("inf"),
+    ):
+        self._model, self.known, self.parallel, self._peer_timeout = model, known, parallel, peer_timeout
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -53,7 +66,7 @@ class Structure:
 
     @cached_property
     def layout(self) -> ModelLayout:
-        """What each layer stores; passes over a cache that has met the model do not need it."""
+        """The stores of each layer; passes over a cache whose layout is checked do not need it."""
         if self.known is not None and self.known.layout is not None:
             return self.known.layout
         layout = ModelLayout.of(self._model, self.walk.modules)
@@ -76,12 +89,25 @@ class Structure:
             groups = [] if dividing is None else [dividing]
         if not groups or (dividing is None and self.gathering is not None):
             return ALONE
-        return Together(groups[0], input_device(self._model), watchdog_of(groups))
+        return Together(groups[0], input_device(self._model), watchdog_of(groups), type(self._model).__name__)
+
+    @cached_property
+    def running_pass(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes the context of a forward pass, in which processes of the model communicate, see `Watchdog`."""
+        return partial(self.ranks.watchdog.running_pass, self._peer_timeout)
+
+    def require_same_pass(self, input_ids: object, queries: int) -> None:
+        """Raise ValueError on all processes if a pass that the user's code runs has other tokens on some of them.
+
+        They may have been drawn by a generator that nobody compared. Embeddings are compared by their number alone.
+        """
+        fields = {"input_ids": input_ids, "number of tokens of a row": queries}
+        self.ranks.require_same("a forward pass was called differently", fields)
 
     @property
     def spans_processes(self) -> bool:
         """Whether several processes compute the model, or divide its contexts."""
-        return self.parallel is not None or self.ranks.count > 1
+        return self.parallel is not None or not self.ranks.alone
 
     @property
     def gathering(self) -> Gathering | None:
@@ -97,13 +123,13 @@ class Structure:
         return FusedModules(self._model, self.walk.modules, found)
 
     @cached_property
-    def stand_ins(self) -> Overrides:
-        return Overrides(self.walk.modules, self.kept("stand-ins", lambda: find_overrides(self.walk.modules)))
+    def overrides(self) -> Overrides:
+        return Overrides(self.walk.modules, self.kept("overrides", lambda: find_overrides(self.walk.modules)))
 
     @cached_property
-    def captured_stand_ins(self) -> Overrides:
+    def captured_overrides(self) -> Overrides:
         """Further methods that run in captured passes alone."""
-        found = self.kept("captured stand-ins", lambda: find_overrides(self.walk.modules, in_captures=True))
+        found = self.kept("captured overrides", lambda: find_overrides(self.walk.modules, in_captures=True))
         return Overrides(self.walk.modules, found)
 
     @property
@@ -116,7 +142,7 @@ class Structure:
         return self.kept("fused names", lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
-        """What `answer` returns, asked once while the model is untouched; it must not refer to modules or tensors."""
+        """The result of `answer`, asked once while the model is untouched; it must not refer to modules or tensors."""
         if self.known is None:
             return answer()
         if question not in self.known.answers:
@@ -136,43 +162,32 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        for name in ("walk", "fused", "stand_ins", "captured_stand_ins"):  # made again for passes after the call
+        for name in ("walk", "fused", "overrides", "captured_overrides"):  # made again for passes after the call
             vars(self).pop(name, None)
 
-    def passing(self, lengths: RowLengths) -> AbstractContextManager[None]:
+    @contextmanager
+    def passing(self, lengths: RowLengths) -> Iterator[None]:
         """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
 
         Overrides of the architecture's attention code and fused modules run in it.
         """
-        contexts = [active(self.configs, lengths)]
-        if self.stand_ins.found:
-            contexts.append(self.stand_ins.installed())
-        if self.fused is not None:
-            contexts.append(self.fused.installed())
-        return contexts[0] if len(contexts) == 1 else _all(contexts)
-
-
-@contextmanager
-def _all(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+        with ExitStack() as stack:
+            stack.enter_context(active(self.configs, lengths))
+            if self.overrides.found:
+                stack.enter_context(self.overrides.installed())
+            if self.fused is not None:
+                stack.enter_context(self.fused.installed())
+            yield
 
 
 class Known:
-    """What was found about a model, which holds while its watch is untouched; neither modules nor tensors.
-
-    Attributes:
-        layout: None until it is asked for, and for models with layers of kind ``own``.
-        answers: By question, see `Structure.kept`.
-    """
+    """Facts about a model that hold while its watch is untouched; neither modules nor tensors."""
 
     def __init__(self, structure: Structure):
         self.configs = structure.configs
         self.watch = ModelWatch(structure.walk, structure.configs)
-        self.layout: ModelLayout | None = None
-        self.answers: dict[Hashable, Any] = {}
+        self.layout: ModelLayout | None = None  # until it is asked for, and for models with layers of kind "own"
+        self.answers: dict[Hashable, Any] = {}  # by question, see `Structure.kept`
 
 
 class KeptStructure:
@@ -180,105 +195,82 @@ class KeptStructure:
 
     def __init__(self) -> None:
         self._known: Known | None = None
+        self._parallel: SequenceParallel | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
 
-    def of(self, model: PreTrainedModel, parallel: SequenceParallel | None = None) -> Structure:
-        """The structure of the model as it is now, for a call whose context is divided between these processes."""
-        known = self._known
+    def of(self, model: PreTrainedModel, options: Options) -> Structure:
+        """The structure of the model as it is now, for a call with these options."""
+        group = sequence_group(options.sequence_parallel)
+        if group is None:
+            parallel = None
+        elif (parallel := self._parallel) is None or parallel.group is not group:
+            parallel = self._parallel = SequenceParallel(group)
+        known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
-            return Structure(model, known, parallel)
-        structure = Structure(model, parallel=parallel)
+            return Structure(model, known, parallel, timeout)
+        structure = Structure(model, None, parallel, timeout)
         structure.known = self._known = Known(structure)
         return structure
 
 
-_KNOWN = ("transformers.", "hf_fastdecode.")
-"""Where classes are defined that change nothing of a base's attention, or attend to a shared-context cache."""
+class Gathering(NamedTuple):
+    """A library that gathers parameters in each pass (ZeRO-3, FSDP), and how to gather them before a call instead.
 
-
-class Found(NamedTuple):
-    """An overridden method: the number of its module among the model's, and its name."""
-
-    number: int
-    name: str
-    method: Method
-
-
-def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
-    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
-
-    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
-    """
-    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
-    for kind in kinds:
-        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
-        if base is not None and not kind.__module__.startswith(_KNOWN):
-            raise Unsupported(
-                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
-                "leave out what it changes"
-            )
-    return [
-        Found(number, name, method)
-        for number, module in enumerate(modules)
-        for name, method in kinds[type(module)].items()
-    ]
-
-
-class Overrides:
-    """Overrides of the attention code of a model, and the context in which they run.
-
-    Args:
-        modules: The model's modules.
-        found: Of these modules.
+    Each process may then have prompts of its own, and all must run the same passes. Parameters that were gathered
+    before a call, and stay so until it ends, are as those of one process: gathering is a collective, so that all
+    processes find the same answer.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
-        self._modules, self.found = modules, found
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Context in which passes over a shared-context cache, of this thread, run them.
-
-        Raises:
-            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
-        """
-        for one in self.found:
-            _require_plain(self._modules[one.number], one.name)
-        replaced_calls.enter(self._calls)
-        try:
-            yield
-        finally:
-            replaced_calls.leave(self._calls)
-
-    @cached_property
-    def _calls(self) -> list[ReplacedCall]:
-        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
+    what: str
+    remedy: str
 
 
-def _require_plain(module: nn.Module, name: str) -> None:
-    """Check that nothing of the user's runs in the method's calls."""
-    kind, own = type(module), vars(module)
-    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
-        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
-    if replaced_calls.is_taken(module, _attribute(name)):
-        what = "compiled call" if name == "forward" else f"{name} of its own"
-        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
-    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
-        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+_ZERO_3 = Gathering(
+    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
+    "default (ds3_gather_for_generation=True)",
+)
+_FSDP_1 = Gathering(
+    "FSDP 1 divides its parameters between processes, and each pass gathers them",
+    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
+)
+_FSDP_2 = Gathering(
+    "FSDP 2 divides its parameters between processes, and each pass gathers them",
+    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
+)
 
 
-def _attribute(name: str) -> str:
-    return COMPILED_CALL if name == "forward" else name
+def find_gathering(walk: ModelWalk) -> Gathering | None:
+    """The library that gathers parameters of these modules in each pass; None where none does, or all are gathered."""
+    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
+        return _ZERO_3
+    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
+        return None
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
+
+    for kind in walk.classes:
+        if issubclass(kind, FullyShardedDataParallel):
+            strategies = {module.sharding_strategy for module in _of(walk, kind)}
+            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
+        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
+            return _FSDP_2
+    return None
 
 
-def _replacement(module: nn.Module, name: str, method: Method) -> ReplacedCall:
-    """The call of an override; passes of other threads run the module's own method."""
-    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
+def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
+    return [module for module in walk.modules if type(module) is kind]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
 
-    return ReplacedCall(module, _attribute(name), call)
+def _divided_by_zero_3(walk: ModelWalk) -> bool:
+    """Whether parameters are divided now, or hooks divide them again after each module."""
+    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
+    if any(status is not None and status.name != "AVAILABLE" for status in found):
+        return True
+    hooks = (
+        hook
+        for module in walk.with_code
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    )
+    return any(role_of(hook) is Role.GATHERS for hook in hooks)

@@ -28,7 +28,7 @@ from ..cache.model_types import (
 from ..cache.shared import SharedContextCache
 from ..cache.stores import PER_TOKEN, Kind
 from ..errors import Unsupported
-from ..parallel.groups import common_group, splitting_groups
+from ..parallel.ranks import common_group, splitting_groups
 from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext
 from .foreign_code import check_code

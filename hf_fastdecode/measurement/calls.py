@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from .._compat import CACHE
 from ..api import explain
 from ..errors import InputError, out_of_memory
-from ..generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
+from ..generation.decoding.sampling import NotFiniteError, TokenLogProbs
 from .rows import NotAvailableError, status_of
 
 

@@ -7,14 +7,18 @@ merges that of all processes. Whatever else the model computes, each process com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
@@ -22,8 +26,9 @@ from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
 from ..attention.launch.step_tables import Attend, DescribedStep, NewTokens, StepTables
 from ..attention.partial import Partial
 from ..errors import Unsupported
-from .collectives import gathered_tokens, merge_over, partial_buffer
-from .shards import SUFFIX_BLOCK, Shard, order_after_gather, stored_forest
+from ..kernels.device import interpreted, triton_is_installed
+from ..kernels.failures import KernelFailedError
+from .shards import SUFFIX_BLOCK, Shard, gathered, gathered_tokens, order_after_gather, stored_forest
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,44 +39,24 @@ GATHERED_TOKENS = 1 << 16
 
 
 class OwnTokens(NamedTuple):
-    """Which of the new tokens of a pass this process stores.
+    """The new tokens of a pass that this process stores."""
 
-    Attributes:
-        spans: Where it stores them.
-        indices: Of them among the tokens of the pass: ``[tokens]`` int64, on the CPU.
-    """
-
-    spans: Path
-    indices: Tensor
+    spans: Path  # where it stores them
+    indices: Tensor  # [tokens] int64, on the CPU: of them among the tokens of the pass
 
 
 class SequenceParallel:
-    """The processes between which contexts are divided, and what this one stores of them.
+    """The processes between which contexts are divided, and what this one stores, by `shard` and `suffix_shard`.
 
-    Args:
-        group: The processes; all of them run the same calls.
-
-    Attributes:
-        shard: What this process stores of a segment whose tokens are dealt out one by one.
-        suffix_shard: What it stores of each suffix.
+    All of the group's processes run the same calls.
     """
 
     def __init__(self, group: ProcessGroup):
-        self.group, self.shard = group, Shard(group.rank(), group.size())
-        self.suffix_shard = Shard(group.rank(), group.size(), SUFFIX_BLOCK)
+        self.group, self.rank, self.ranks = group, group.rank(), group.size()
+        self.shard, self.suffix_shard = Shard(self.rank, self.ranks), Shard(self.rank, self.ranks, SUFFIX_BLOCK)
         # The latest ones, and what is stored of them here; another thread may replace them.
         self._forests: tuple[Forest, Forest] | None = None
         self._suffixes: tuple[SuffixLengths, SuffixLengths] | None = None
-
-    @property
-    def rank(self) -> int:
-        """This process's number in the group."""
-        return self.shard.rank
-
-    @property
-    def ranks(self) -> int:
-        """Number of processes."""
-        return self.shard.ranks
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
@@ -79,7 +64,7 @@ class SequenceParallel:
         return tuple(dist.get_process_group_ranks(self.group))
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        """What this process stores of a segment.
+        """The part of a segment that this process stores.
 
         Args:
             runs: Tokens of each suffix in segments that are made of suffixes, by number.
@@ -89,7 +74,7 @@ class SequenceParallel:
         return Shard(self.rank, self.ranks, self.suffix_shard.block, run)
 
     def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        """What this process stores of a forest; the same object for the same forest. `runs` is as for `shard_of`."""
+        """The part of a forest stored here; the same object for the same forest. `runs` is as for `shard_of`."""
         known = self._forests
         if known is None or known[0] is not forest:
             known = self._forests = forest, stored_forest(forest, partial(self.shard_of, runs))
@@ -99,17 +84,14 @@ class SequenceParallel:
         """Tokens that this process stores of each suffix; the same object for the same lengths."""
         known = self._suffixes
         if known is None or known[0] != lengths:
-            shard, per_row = self.suffix_shard, lengths.per_row
-            stored = SuffixLengths(
-                shard.count(lengths.longest),
-                None if per_row is None else shard.counts(per_row),
-                shard.count(lengths.shortest),
-            )
+            shard = self.suffix_shard
+            per_row = None if lengths.per_row is None else shard.counts(lengths.per_row)
+            stored = SuffixLengths(shard.count(lengths.longest), per_row, shard.count(lengths.shortest))
             known = self._suffixes = lengths, stored
         return known[1]
 
     def own_tokens(self, spans: Path) -> OwnTokens:
-        """What this process stores of tokens that a pass computes for these spans, one after the other."""
+        """The part stored here of tokens that a pass computes for these spans, one after the other."""
         indices, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
         for span in spans:
             indices.append(self.shard.stored_tokens(span.start, span.stop) - span.start + before)
@@ -217,3 +199,138 @@ def window_is_not_divided(window: int) -> Unsupported:
         f"a window of {window} tokens hides some of a row, whose context is divided between processes",
         "use sequence_parallel=False for such models and lengths",
     )
+
+
+class PartialBuffer(NamedTuple):
+    """A partial in one piece of memory, to be sent as it is."""
+
+    flat: Tensor  # [elements] fp32 (fp64 for fp64 partials): all of out, then all of lse
+    partial: Partial  # views of it, to be written: out [..., head_dim] and lse [...]
+
+
+def partial_buffer(
+    shape: Sequence[int], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> PartialBuffer:
+    """An uninitialized buffer of a partial whose ``out`` has this shape.
+
+    Every element of it must be written, also by a rank without a key: ``(0, -inf)``, see `empty_partial`.
+    """
+    flat = torch.empty(prod(shape) + prod(shape[:-1]), dtype=dtype, device=device)
+    elements = prod(shape)
+    return PartialBuffer(flat, Partial(flat[:elements].view(*shape), flat[elements:].view(*shape[:-1])))
+
+
+def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
+    """The partial over the keys of all ranks: ``lse = logsumexp(lse_r)``, ``out = sum(exp(lse_r - lse) out_r)``.
+
+    The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``.
+
+    Args:
+        buffers: ``[ranks, elements]`` fp32: the `PartialBuffer.flat` of each rank.
+        shape: That of ``out``.
+    """
+    elements = prod(shape)
+    out, lse = buffers[:, :elements].view(-1, *shape), buffers[:, elements:].view(-1, *shape[:-1])
+    largest = lse.amax(0).clamp_min(torch.finfo(lse.dtype).min)  # -inf - (-inf) would be nan
+    weights = (lse - largest).exp()
+    total = weights.sum(0)
+    mean = (weights[..., None] * out).sum(0) / total.clamp_min(torch.finfo(lse.dtype).tiny)[..., None]
+    return Partial(mean, largest + total.log())
+
+
+def merge_over(group: ProcessGroup, buffer: PartialBuffer, dtype: torch.dtype | None = None) -> Partial:
+    """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective.
+
+    Args:
+        buffer: That over the keys of this rank.
+        dtype: Of the result's ``out``; the buffer's when None.
+    """
+    by_rank, like = gathered(buffer.flat, group), buffer.partial
+    if triton_is_installed() and _by_kernel(by_rank):
+        from ..kernels.forest_decode.merge import merge_ranks
+
+        found = Partial(torch.empty_like(like.out, dtype=dtype), torch.empty_like(like.lse))
+        try:
+            merge_ranks(by_rank, found.out, found.lse)
+            return found
+        except KernelFailedError:  # on this rank alone, whose last bits then differ; rank 0 draws the tokens
+            pass
+    found = merged(by_rank, like.out.shape)
+    return Partial(found.out.to(dtype or like.out.dtype), found.lse)
+
+
+def _by_kernel(partials: Tensor) -> bool:
+    """Whether a kernel merges: alike on all ranks, which would otherwise differ in the last bits."""
+    return partials.dtype == torch.float32 and (partials.is_cuda or interpreted())
+
+
+_WHOLE, _OF_WHOLE_INPUT = "replicate", "rowwise_split_input"
+
+
+def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """A plan of transformers' tensor parallelism that leaves attention heads whole.
+
+    ::
+
+        plan = hf_fastdecode.sequence_parallel_plan(AutoConfig.from_pretrained(name))
+        distributed = DistributedConfig(tp_size=2, tp_plan=plan)
+        model = AutoModelForCausalLM.from_pretrained(name, distributed_config=distributed)
+        hf_fastdecode.enable(model, sequence_parallel="auto")
+
+    Projections to queries, keys and values are computed by every process, and the projection of attention's output is
+    split by its inputs. All other layers are split as by ``tp_plan="auto"``.
+
+    Args:
+        config: That of the model.
+
+    Returns:
+        Styles of all modules and parameters that the plan names, by their names with ``*`` for a layer's number.
+
+    Raises:
+        TypeError: It is no config.
+        ValueError: transformers has no plan for this architecture.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(
+            f"sequence_parallel_plan takes a model's config, got {type(config).__name__}; give it "
+            "AutoConfig.from_pretrained(name), or model.config"
+        )
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    with torch.device("meta"):
+        model = _class_of(config)
+    usual: dict[str, str] = model.tp_plan or {}
+    attention = {_generic(name) for name, module in model.named_modules() if _attends(module)}
+    plan = {}
+    for name, style in usual.items():
+        if not any(name == one or name.startswith(f"{one}.") for one in attention):
+            plan[name] = style
+        elif style in ("rowwise", _OF_WHOLE_INPUT):
+            plan[name] = _OF_WHOLE_INPUT
+        elif _WHOLE in ALL_PARALLEL_STYLES:  # else a plan replaces the model's own: what it does not name is whole
+            plan[name] = _WHOLE
+    if not plan:
+        raise ValueError(
+            f"transformers has no tensor-parallel plan for {type(model).__name__}; load it in every process, and "
+            "divide its context alone: enable(model, sequence_parallel='auto')"
+        )
+    return plan
+
+
+def _class_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of this config on the current device, of the class that its checkpoint names."""
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if named is not None and issubclass(named, PreTrainedModel):
+        return named._from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module has the projections of one layer's attention."""
+    return "layer_idx" in vars(module) and any(hasattr(module, name) for name in ("is_causal", "num_key_value_groups"))
+
+
+def _generic(name: str) -> str:
+    """A module's name with ``*`` for numbers, as plans have it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -1,4 +1,4 @@
-"""Which rank stores which tokens, where keys and values are divided between ranks (Tree Attention).
+"""The tokens that each rank stores and computes, where contexts are divided between ranks (Tree Attention).
 
 A run of tokens, such as a segment of node storage, is dealt out to the ranks in turn. What a rank stores of it lies
 end to end in its own storage, so that any span of the run is one span there too, possibly empty: a rank's forest is
@@ -10,18 +10,32 @@ whatever the lengths, the number of ranks, or the part of a segment that a call 
 Suffixes are dealt out in blocks of `SUFFIX_BLOCK` tokens, so that a step's few new tokens are mostly one rank's, and
 what a rank stores are runs of consecutive positions. A segment made of several suffixes, side by side, is dealt out as
 these are: it consists of as many runs.
+
+A prefill pass is cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``: as a
+token attends to those before it, all ranks have the same work. In each layer the keys and values of the pass are
+gathered; each rank attends with its own queries, and keeps its own part of the nodes. Earlier context is gathered by
+all ranks alike, whatever each of them reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span
+from ..attention.kv import Segment
+from ..attention.runs import PackedRuns, Run
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SUFFIX_BLOCK = 64
 """Consecutive tokens of a suffix on one rank: at least as many as kernels take new tokens in a step, and a multiple of
@@ -30,19 +44,12 @@ the tiles in which slim kernels count positions."""
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank stores of runs that are dealt out to all ranks.
-
-    Attributes:
-        rank: Its number.
-        ranks: Number of ranks.
-        block: Consecutive tokens of a run on one rank.
-        run: Tokens of each of the runs that a segment consists of, one after the other; None for one of any length.
-    """
+    """The tokens that one rank stores of runs that are dealt out to all ranks."""
 
     rank: int
     ranks: int
-    block: int = 1
-    run: int | None = None
+    block: int = 1  # consecutive tokens of a run on one rank
+    run: int | None = None  # tokens of each of the runs that a segment consists of; None for one of any length
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.ranks:
@@ -77,8 +84,8 @@ class Shard:
         return tokens.div(self.block, rounding_mode="floor") % self.ranks == self.rank
 
     def next_stored(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tokens that follow the first `lengths` of a run: the first that this rank stores, and the first
-        after it that it does not, both counted from 0.
+        """The first token after the first `lengths` of a run that this rank stores, and the first after it that it
+        does not, both counted from there.
 
         Of the ``(ranks - 1) * block + 1`` tokens that follow the first `lengths`, it stores no others.
         """
@@ -93,7 +100,7 @@ class Shard:
         return (rounds * self.ranks + self.rank) * self.block + tokens % self.block
 
     def span(self, span: Span) -> Span:
-        """Where this rank stores its part of a span."""
+        """The span of this rank's part of a span in its own storage."""
         first = self.count(span.start)
         return Span(span.segment, first, self.count(span.stop) - first)
 
@@ -104,7 +111,7 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)
-"""What a process stores that divides nothing."""
+"""The shard of a process that divides nothing."""
 
 
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
@@ -123,7 +130,7 @@ def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
 
 @lru_cache(maxsize=64)  # all layers of a pass gather the same spans
 def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
-    """Where tokens ``start .. stop - 1`` are among what all ranks store of them, each rank's part padded alike.
+    """Positions of tokens ``start .. stop - 1`` in the parts of all ranks, gathered and padded alike.
 
     Args:
         shard: Any rank's.
@@ -137,7 +144,7 @@ def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int
 
 
 def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Where tokens are after a gather; see `order_after_gather`.
+    """Positions of tokens after a gather; see `order_after_gather`.
 
     Args:
         tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
@@ -147,3 +154,146 @@ def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
     for rank, tokens in enumerate(tokens_by_rank):
         order[tokens] = rank * longest + torch.arange(len(tokens), device="cpu")
     return order, longest
+
+
+def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
+    """Gather the elements of each process, one after the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+    gather(found, own, group=group)
+
+
+def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
+    """``[ranks, elements]``: those of each process in order of ranks, as many on all; `own` is contiguous."""
+    found = own.new_empty(group.size() * own.numel())
+    all_gather(found, own.view(-1), group=group)
+    return found.view(group.size(), -1)
+
+
+def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGroup) -> Segment:
+    """Keys and values ``[kv_heads, tokens, head_dim]`` that all processes have; one collective.
+
+    Args:
+        own: Those of this process, ``[kv_heads, own, head_dim]`` each.
+        longest: Most tokens of a process.
+        order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
+    """
+    shapes = [(longest, part.shape[0], part.shape[2]) for part in own]
+    sizes = list(map(prod, shapes))
+    sent = own.keys.new_zeros(sum(sizes))
+    for slot, shape, part in zip(sent.split(sizes), shapes, own, strict=True):
+        slot.view(shape)[: part.shape[1]] = part.transpose(0, 1)
+    by_rank = gathered(sent, group)
+    order = order.to(by_rank.device)
+    return Segment._make(
+        part.reshape(-1, *shape[1:]).index_select(0, order).transpose(0, 1)
+        for part, shape in zip(by_rank.split(sizes, dim=1), shapes, strict=True)
+    )
+
+
+FEWEST_TOKENS = 256
+"""Tokens of a rank in a divided pass, at least: fewer are computed on every rank."""
+
+
+class InPass(NamedTuple):
+    """Tokens of the pass that come before a rank's own in the same run: a context's name."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class DividedPass:
+    """The part of a pass that a rank computes."""
+
+    group: ProcessGroup
+    tokens: int  # of the whole pass
+    indices: Tensor  # [own] int64 ascending, on the CPU: the tokens that this rank computes
+    runs: PackedRuns  # these as runs, whose contexts are those of the whole runs and `InPass`
+    order: Tensor  # [tokens] int64, on the CPU: for each token, rank and index there, as rank * `longest` + index
+    longest: int  # most tokens of a rank
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], group: ProcessGroup) -> DividedPass | None:
+        """The part of this process; None where the pass is too short to divide."""
+        tokens, ranks = sum(run.length for run in runs), group.size()
+        if tokens < FEWEST_TOKENS * ranks:
+            return None
+        by_rank = [tokens_of_rank(tokens, rank, ranks) for rank in range(ranks)]
+        own = by_rank[group.rank()]
+        return cls(group, tokens, own, PackedRuns(cut_runs(runs, own)), *gathered_order(by_rank))
+
+    def segment_of_all(self, own: Segment) -> Segment:
+        """Keys and values ``[kv_heads, tokens, head_dim]`` of the pass, given this rank's; one collective."""
+        return gathered_tokens(own, self.longest, self.order, self.group)
+
+    def own(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The tokens, of some, that this rank computes: their indices among its own, and in the given list."""
+        index_of = {token: index for index, token in enumerate(self.indices.tolist())}
+        found = [(index_of[token], index) for index, token in enumerate(wanted) if token in index_of]
+        return [computed for computed, _ in found], [index for _, index in found]
+
+    def elements_of_all(self, own: Tensor, indices: Sequence[int], count: int) -> Tensor:
+        """Values ``[count, ...]`` of tokens, of which this rank has those at `indices`; one collective."""
+        whole = own.new_zeros(count, *own.shape[1:])
+        whole[list(indices)] = own
+        dist.all_reduce(whole, group=self.group)  # one rank has each, and zeros leave it as it is
+        return whole
+
+
+def tokens_of_rank(tokens: int, rank: int, ranks: int) -> Tensor:
+    """The tokens of a pass that a rank computes: ``[own]`` int64 ascending, on the CPU."""
+    ends = [tokens * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
+    pieces = rank, 2 * ranks - 1 - rank
+    return torch.cat([torch.arange(ends[piece], ends[piece + 1], device="cpu") for piece in pieces])
+
+
+def cut_runs(runs: Sequence[Run], tokens: Tensor) -> list[Run]:
+    """The runs of some tokens of a pass, each with what comes before it."""
+    found, start = [], 0
+    for run in runs:
+        own = tokens[(tokens >= start) & (tokens < start + run.length)]
+        breaks = (own.diff() > 1).nonzero().flatten() + 1
+        for part in own.tensor_split(breaks) if len(own) else ():
+            first = int(part[0])
+            before = (InPass(start, first),) if first > start else ()
+            found.append(Run(len(part), (*run.context, *before)))
+        start += run.length
+    return found
+
+
+class GatheredContexts:
+    """Gathers spans in one order on all ranks, of which each reads those that its own tokens see.
+
+    A rank that left out what it does not read would receive what others gather later.
+
+    Args:
+        spans: All that the pass reads, in the order in which they are gathered.
+        read_here: Those that this rank reads.
+        gather: Gathers keys and values of a span, with all ranks.
+    """
+
+    def __init__(self, spans: Sequence[Span], read_here: Collection[Span], gather: Callable[[Span], Segment]):
+        self._left, self._read_here, self._gather = deque(spans), read_here, gather
+        self._gathered: dict[Span, Segment] = {}
+        self._last: Span | None = None
+
+    def __call__(self, span: Span) -> Segment:
+        """Keys and values of a span, which may be asked for again until the next one is."""
+        if self._last not in (None, span):
+            del self._gathered[self._last]
+        self._last = span
+        while span not in self._gathered:
+            one = self._left.popleft()
+            found = self._gather(one)
+            if one in self._read_here:
+                self._gathered[one] = found
+        return self._gathered[span]
+
+    def finish(self) -> None:
+        """Gather what this rank has not read."""
+        while self._left:
+            self._gather(self._left.popleft())

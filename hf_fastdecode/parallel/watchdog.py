@@ -2,12 +2,10 @@
 
 Each process logs its events: the calls, passes and collectives that it begins, and how it leaves calls. All processes
 of a group must have the same ones. A heartbeat thread exchanges the latest events through the store of the group; it
-never takes part in collectives. A second thread compares them while a call is in progress. A peer has failed if its
-events differ from this process's, or if its heartbeat stops. The group is then aborted, so that a thread that waits in
-a collective gets an error, and is refused from then on.
-
-A slow peer has not failed: its heartbeat goes on. An error that all processes raise at the same event leaves the group
-as it is. Threads start with the first call; between calls, heartbeats are sent once a second.
+never takes part in collectives. A second thread gives up the group when a peer's events differ from this process's or
+its heartbeat stops: the group is aborted, so that a thread that waits in a collective gets an error, and refused from
+then on. A slow peer has not failed: its heartbeat goes on. An error that all processes raise at the same event leaves
+the group as it is. Threads start with the first call; between calls, heartbeats are sent once a second.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import product
 from threading import Condition, Lock, RLock, Thread
 from time import monotonic, sleep
 from traceback import clear_frames
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -32,6 +30,7 @@ from torch import distributed
 
 from ..errors import PeerFailedError, one_line
 from ..log import logger
+from .ranks import Clearable, NoWatchdog
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,49 +56,16 @@ _STORE = "the store of the process group, which this rank or torchrun holds,"
 _START_AGAIN = "; these processes cannot compute the model together any more: end them and start them again"
 
 
-class Clearable(Protocol):
-    """What keeps the communicators of NCCL from closing, as a captured graph does."""
-
-    def clear(self) -> None: ...
-
-
-class NoWatchdog:
-    """The watchdog of a process with a model of its own, which has no peers."""
-
-    failed: tuple[int, str] | None = None
-
-    def call(self, name: str, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def running_pass(self, timeout: float) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def enter_foreign_loop(self) -> None: ...
-
-    def frees(self, one: Clearable) -> None: ...
-
-    def step(self, doing: str) -> None: ...
-
-
-NO_WATCHDOG = NoWatchdog()
-
-
 class Event(NamedTuple):
-    """A call, pass or collective that a process began, or the end of a call.
-
-    Attributes:
-        doing: Its name.
-        communicates: Whether collectives that are not logged follow, as within a pass.
-        error: The error by which a call ended.
-    """
+    """A call, pass or collective that a process began, or the end of a call."""
 
     doing: str
-    communicates: bool = False
-    error: str | None = None
+    communicates: bool = False  # collectives that are not logged follow, as within a pass
+    error: str | None = None  # by which a call ended
 
 
 class Heartbeat(NamedTuple):
-    """What a process sends its peers: `total` events so far, the latest `events`, and `failed` as of `Watchdog`."""
+    """A message to peers: `total` events so far, the latest `events`, and `failed` as of `Watchdog`."""
 
     beat: int
     in_call: bool
@@ -149,11 +115,11 @@ class Watchdog(NoWatchdog):
         self.failed: tuple[int, str] | None = None
         self._turn = RLock()  # of the thread whose call it is
         self._news = Condition(Lock())  # notified of events, heartbeats, and what follows from them
-        # Of this process. The log is replaced as a whole: the heartbeat reads it while a call goes on.
+        # The log is replaced as a whole: the heartbeat reads it while a call goes on.
         self._log: tuple[int, tuple[Event, ...]] = (1, (Event("no call"),))
         self._in_call = self._in_foreign_loop = self._connection_broke = self._is_ending = False
         self._timeout = self._entered = float("inf")
-        # Of heartbeats, in seconds of `_now`.
+        # In seconds of `_now`.
         self._peers: dict[int, Heartbeat] = {}
         self._heard: dict[int, float] = {}  # when a peer's last new heartbeat was read
         self._behind: dict[int, float] = {}  # for how long a peer's error has not been raised here
@@ -196,9 +162,6 @@ class Watchdog(NoWatchdog):
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
         """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
-        if os.getpid() != self._pid:
-            yield
-            return
         with nullcontext() if self._in_call else self.call("forward", timeout):
             self._raise_if_failed()
             communicates = self._last.communicates

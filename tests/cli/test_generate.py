@@ -17,7 +17,7 @@ from hf_fastdecode.cli.generate import read_prompts
 from hf_fastdecode.cli.models import draw, encode, read_completions
 from hf_fastdecode.cli.options import Sampling, SamplingOptions, parse_counts
 from hf_fastdecode.errors import InputError, one_line
-from hf_fastdecode.generation.decoding.token_log_probs import TokenLogProbs
+from hf_fastdecode.generation.decoding.sampling import TokenLogProbs
 from hf_fastdecode.measurement.calls import Drawn, end_tokens_of
 
 from .command_line import PROMPT, ran, run

@@ -42,3 +42,11 @@ def tokens_embedded(model):
     counted = []
     with before_calls(model.get_input_embeddings(), lambda args, kwargs: counted.append(args[0].numel())):
         yield counted
+
+
+def check_shared(model, arguments, prompt=PROMPT):
+    """Require that a call shares and gives stock's tokens; returns these, and the call's report."""
+    stock, shared, call = both(model, arguments, prompt)
+    assert call.path == "shared", call.reason
+    assert torch.equal(shared, stock)
+    return stock, call

@@ -13,7 +13,7 @@ import torch
 
 from hf_fastdecode.generation.steps.captures import CallLock, Captures, LockHolder
 from hf_fastdecode.generation.steps.modes import holding_captures
-from hf_fastdecode.parallel.agreement import ALONE
+from hf_fastdecode.parallel.ranks import ALONE
 
 TAKING = {"holding_captures", "begin_prefill", "acquire"}
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_fastdecode.generation.decoding.decode import decode_context
+from hf_fastdecode.generation.decoding.loop import decode_context
 from hf_fastdecode.generation.snapshot import captured_state
 
 from ..tiny_models import tiny_model

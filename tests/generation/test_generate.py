@@ -5,11 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessor,
-    StoppingCriteria,
-    TextStreamer,
-)
+from transformers import LogitsProcessor, StoppingCriteria, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -19,7 +15,7 @@ from hf_fastdecode.generation.snapshot import ModelWalk
 from hf_fastdecode.generation.support import step_arguments
 
 from ..tiny_models import VOCABULARY, ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, SAMPLING, both, tokens_embedded
+from .calls import PROMPT, SAMPLING, both, check_shared, tokens_embedded
 
 
 class BanToken(LogitsProcessor):
@@ -74,9 +70,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_sampling_arguments_give_stock_tokens(model, name):
-    stock, shared, call = both(model, lambda: SAMPLING | ARGUMENTS[name]())
-    assert call.path == "shared", call.reason
-    assert torch.equal(shared, stock)
+    check_shared(model, lambda: SAMPLING | ARGUMENTS[name]())
 
 
 class Edits:
@@ -136,9 +130,7 @@ def test_stop_strings(tmp_path):
     prompt = tokenizer(["def double(x):\n    return x * 2\n\n" * 12 + "def triple(x):"], return_tensors="pt")
     prompt = {"input_ids": prompt["input_ids"], "attention_mask": prompt["attention_mask"]}
     arguments = {"stop_strings": ["return"], "tokenizer": tokenizer, "max_new_tokens": 24, "num_return_sequences": 3}
-    stock, shared, call = both(model, lambda: arguments | {"do_sample": True, "top_k": 0}, prompt)
-    assert call.path == "shared"
-    assert torch.equal(shared, stock)
+    stock, _ = check_shared(model, lambda: arguments | {"do_sample": True, "top_k": 0}, prompt)
     assert stock.shape[1] < prompt["input_ids"].shape[1] + 24, "nothing stopped"
 
 
@@ -200,10 +192,8 @@ def test_a_default_device_that_is_not_the_models(model, device):
 def test_max_length_and_generation_config(model):
     config = model.generation_config.__class__(max_length=90, do_sample=True, top_k=0, num_return_sequences=3)
     config.pad_token_id = 0
-    stock, shared, call = both(model, lambda: {"generation_config": config})
-    assert call.path == "shared"
+    stock, _ = check_shared(model, lambda: {"generation_config": config})
     assert stock.shape == (3, 90)
-    assert torch.equal(shared, stock)
 
 
 def test_tokens_through_the_embedding(model):
@@ -219,9 +209,7 @@ def test_tokens_through_the_embedding(model):
 def test_same_prompts_apart_are_still_right(model):
     a, b = ragged_prompts(70, seed=1)["input_ids"], ragged_prompts(70, seed=2)["input_ids"]
     prompt = {"input_ids": torch.cat([a, b, a, a]), "attention_mask": torch.ones(4, 70, dtype=torch.long)}
-    stock, shared, call = both(model, lambda: SAMPLING | {"num_return_sequences": 2}, prompt)
-    assert call.path == "shared"
-    assert torch.equal(shared, stock)
+    check_shared(model, lambda: SAMPLING | {"num_return_sequences": 2}, prompt)
 
 
 def test_a_prompt_that_begins_another(model):
@@ -231,10 +219,8 @@ def test_a_prompt_that_begins_another(model):
     for row, tokens in enumerate(rows):
         ids[row, 90 - len(tokens) :], mask[row, 90 - len(tokens) :] = tokens, 1
     prompt = {"input_ids": ids, "attention_mask": mask}
-    stock, shared, call = both(model, lambda: SAMPLING | {"num_return_sequences": 2}, prompt)
-    assert call.path == "shared"
+    _, call = check_shared(model, lambda: SAMPLING | {"num_return_sequences": 2}, prompt)
     assert call.prefilled_tokens < 90 + 50 + 77
-    assert torch.equal(shared, stock)
 
 
 def test_padding_that_all_rows_have(model):
@@ -242,19 +228,15 @@ def test_padding_that_all_rows_have(model):
         "input_ids": torch.nn.functional.pad(PROMPT["input_ids"], (9, 0)),
         "attention_mask": torch.nn.functional.pad(PROMPT["attention_mask"], (9, 0)),
     }
-    stock, shared, call = both(model, lambda: SAMPLING, prompt)
-    assert call.path == "shared"
+    _, call = check_shared(model, lambda: SAMPLING, prompt)
     assert call.prefilled_tokens == 80
-    assert torch.equal(shared, stock)
 
 
 def test_mask_made_by_transformers(model):
     """Without an attention mask, transformers takes pad tokens for padding."""
     prompt = {"input_ids": ragged_prompts(80, 60)["input_ids"]}
-    stock, shared, call = both(model, lambda: SAMPLING, prompt)
-    assert call.path == "shared"
+    _, call = check_shared(model, lambda: SAMPLING, prompt)
     assert call.prefilled_tokens == 80 + 60
-    assert torch.equal(shared, stock)
 
 
 def test_modules_are_looked_through_once_until_the_model_changes(model, monkeypatch):
@@ -363,8 +345,7 @@ def test_steps_are_not_given_what_is_empty():
 
 @pytest.mark.parametrize("number", [np.int64(5), torch.tensor(5)], ids=["numpy", "torch"])
 def test_numbers_of_other_libraries(model, number):
-    stock, shared, call = both(model, lambda: SAMPLING | {"max_new_tokens": number})
-    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+    check_shared(model, lambda: SAMPLING | {"max_new_tokens": number})
     with fd.enabled(model):
         model.generate(**PROMPT, **SAMPLING | {"max_new_tokens": number})
         assert type(state_of(model).captures.steps_asked) is int
@@ -380,8 +361,7 @@ def test_a_model_that_sees_images():
     torch.manual_seed(0)
     config = LlavaConfig(text_config=text, vision_config=vision, image_token_id=90, pad_token_id=0)
     model = LlavaForConditionalGeneration(config).eval()
-    stock, shared, call = both(model, lambda: SAMPLING)
-    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+    stock, _ = check_shared(model, lambda: SAMPLING)
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})), stock)
@@ -389,8 +369,7 @@ def test_a_model_that_sees_images():
     ids = PROMPT["input_ids"].clone()
     ids[0, 20:24] = 90
     seeing = PROMPT | {"input_ids": ids, "pixel_values": 9 * torch.rand(1, 3, 28, 28)}
-    stock, shared, call = both(model, lambda: SAMPLING, seeing)
-    assert (call.path, torch.equal(shared, stock)) == ("shared", True), call.reason
+    check_shared(model, lambda: SAMPLING, seeing)
 
 
 def test_labels_do_not_tell_prompts_apart(model):

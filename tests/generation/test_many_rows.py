@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, StoppingCriteria
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
-from hf_fastdecode.generation.decoding import decisions
+from hf_fastdecode.generation.decoding import stopping, waves
 from hf_fastdecode.generation.decoding.loop import Loop
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -167,7 +167,7 @@ def test_waves_are_planned_from_free_memory(model, widths, monkeypatch, caplog):
     prompts, call = ragged_prompts(70), SAMPLED | {"num_return_sequences": 8}
     stock = seeded(lambda: model.generate(**prompts, **call))
     of_row = 14 * 2 * 2 * 2 * 16 * 4 + 97 * 16  # tokens, layers, keys and values, heads, numbers, bytes; logits
-    monkeypatch.setattr(decisions, "usable_memory", lambda device: 8 * 97 * 8 + 3 * of_row)
+    monkeypatch.setattr(waves, "usable_memory", lambda device: 8 * 97 * 8 + 3 * of_row)
     with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
         assert torch.equal(seeded(lambda: model.generate(**prompts, **call)), stock)
         assert fd.explain(model).last_call.waves == 3
@@ -186,7 +186,7 @@ def test_rows_that_outgrow_memory_go_on_in_waves(model, monkeypatch):
         asked.append((cache.rows, tokens))
         return cache.rows < 4 or tokens <= 8
 
-    monkeypatch.setattr(decisions, "suffixes_may_grow", may_grow)
+    monkeypatch.setattr(stopping, "suffixes_may_grow", may_grow)
     with fd.enabled(model), tokens_embedded(model) as counted:
         assert torch.equal(seeded(lambda: model.generate(**prompts, **call)), stock)
         assert fd.explain(model).last_call.waves == 2

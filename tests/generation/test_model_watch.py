@@ -10,8 +10,7 @@ from torch import nn
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.model_watch import ModelWatch
-from hf_fastdecode.generation.snapshot import ModelWalk
+from hf_fastdecode.generation.snapshot import ModelWalk, ModelWatch
 from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import tiny_model
@@ -150,4 +149,4 @@ def test_what_a_call_kept_is_asked_again(change, caplog):
             assert report.path == "stock"
             assert expected in report.reason
         else:
-            assert state_of(model).structure.of(model).layout.smallest_window == 8
+            assert state_of(model).structure_of(model).layout.smallest_window == 8

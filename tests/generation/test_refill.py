@@ -8,7 +8,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.cache import storage
-from hf_fastdecode.generation.decoding import refill
+from hf_fastdecode.generation.decoding import refill, waves
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 from hf_fastdecode.generation.steps.runners import EagerSteps
 
@@ -45,7 +45,8 @@ def check(model, prompts, arguments, *, at_once, **options):
 @pytest.fixture(autouse=True)
 def small_rooms(monkeypatch):
     """Tables of tokens grow within a call."""
-    monkeypatch.setattr(refill, "FIRST_ROOM", 4)
+    for file in (refill, waves):
+        monkeypatch.setattr(file, "FIRST_ROOM", 4)
 
 
 def test_greedy_rows_of_many_prompts(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.decoding.token_log_probs import NotFiniteError, TokenLogProbs
+from hf_fastdecode.generation.decoding.sampling import NotFiniteError, TokenLogProbs
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

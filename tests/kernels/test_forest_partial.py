@@ -14,7 +14,7 @@ from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
 from hf_fastdecode.attention.partial import Partial, merge
-from hf_fastdecode.parallel.collectives import merged
+from hf_fastdecode.parallel.sequence import merged
 from hf_fastdecode.parallel.shards import Shard
 
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, random_forest

@@ -32,19 +32,12 @@ LIMIT = 60
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended.
-
-    Attributes:
-        value: What it returned; None for an error.
-        error: The error's class and text.
-        rank: The attribute `rank` of the error.
-        seconds: How long it took.
-    """
+    """How a call ended: the value that it returned, or the error's class and text, and its attribute `rank`."""
 
     value: Any
-    error: str
-    rank: int | None
-    seconds: float
+    error: str = ""
+    rank: int | None = None
+    seconds: float = 0.0
 
 
 @dataclass
@@ -67,7 +60,7 @@ class Calls:
 
     def note(self, value: Any) -> None:
         """Record something else."""
-        self.ended.append(Ended(value, "", None, 0.0))
+        self.ended.append(Ended(value))
 
 
 @dataclass(frozen=True)

@@ -39,28 +39,17 @@ FEW_TOKENS = 2
 
 @dataclass
 class Models:
-    """The models of a scenario, in one of its processes.
-
-    Attributes:
-        rank: This process's number, from 0.
-        group: The scenario's processes.
-        split: By the name of its folder, a model that all processes compute together by tensor parallelism.
-        alone: The same, computed by this process.
-    """
+    """The models of a scenario by the names of their folders, in one of its processes."""
 
     rank: int
     group: ProcessGroup
-    split: Mapping[str, PreTrainedModel]
-    alone: Mapping[str, PreTrainedModel]
+    split: Mapping[str, PreTrainedModel]  # computed by all processes together, by tensor parallelism
+    alone: Mapping[str, PreTrainedModel]  # the same, computed by this process
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a process saw of a scenario: the value that it returned, or the error's class and text.
-
-    Attributes:
-        trace: Where the error was raised.
-    """
+    """The value that a scenario returned in a process, or the error's class and text, and where it was raised."""
 
     value: Any = None
     error: str = ""
@@ -91,11 +80,9 @@ def add_scenario(name: str, function: Callable[[Models], Any], ranks: int = 2) -
 def run_scenarios(
     files: list[str], folders: Mapping[str, Path], out: Path, *, ranks: Sequence[int] = (2,), backend: str = "gloo"
 ) -> dict[str, tuple[Seen, ...]]:
-    """Run scenarios of test modules; returns what each rank saw, from 0.
+    """Run scenarios of test modules, over models in these folders; returns what each rank saw, from 0.
 
     Args:
-        files: The modules, by name.
-        folders: Models, by name.
         out: A folder for results.
         ranks: Of how many processes the scenarios are; as many start as the largest asks for.
         backend: ``gloo`` on the CPU, or ``nccl`` with a GPU for each process.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,9 +18,9 @@ from transformers.distributed import DistributedConfig
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import modes, runners
-from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel import sequence
 
-from .processes import Models, Seen
+from .processes import Models, Seen, scenario
 
 PROMPT = torch.arange(3, 90).remainder(61)[None] + 3
 PROMPTS = PROMPT.expand(4, -1)
@@ -68,7 +70,7 @@ def by_pytorch(run: Callable[[Models], Any]) -> Callable[[Models], Any]:
 
     @functools.wraps(run)
     def patched(models: Models) -> Any:
-        with mock.patch.object(collectives, "_by_kernel", return_value=False):
+        with mock.patch.object(sequence, "_by_kernel", return_value=False):
             return run(models)
 
     return patched
@@ -86,6 +88,33 @@ def raising(rank: int, models: Models, owner: object, name: str, error: Exceptio
 
     with mock.patch.object(owner, name, once):
         yield
+
+
+_EXPECTED: dict[str, dict[str, tuple[Any, bool]]] = {}
+"""By module and scenario, what all processes are to see, and whether kernels run."""
+
+
+def sees(value: Any, *, kernels: bool = False) -> Callable[[Callable[[Models], Any]], Callable[[Models], Any]]:
+    """Let a function run in two processes, which are both to see this value, as `sights` tests."""
+
+    def mark(function: Callable[[Models], Any]) -> Callable[[Models], Any]:
+        _EXPECTED.setdefault(function.__module__, {})[function.__name__] = json.loads(json.dumps(value)), kernels
+        return scenario(function)
+
+    return mark
+
+
+def sights(module: str) -> Callable[..., None]:
+    """A test of what scenarios of a module see."""
+
+    @pytest.mark.parametrize("name", _EXPECTED[module])
+    def test(seen: dict[str, tuple[Seen, ...]], name: str) -> None:
+        expected, kernels = _EXPECTED[module][name]
+        if kernels:
+            pytest.importorskip("triton")
+        assert same_value(seen, name) == expected
+
+    return test
 
 
 def values(seen: dict[str, tuple[Seen, ...]], name: str) -> tuple[Any, ...]:

@@ -30,31 +30,18 @@ def levels() -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and how it is to run.
-
-    Attributes:
-        prompts: ``input_ids`` and ``attention_mask``, by name.
-        arguments: Further ones of `generate`.
-        model: Name of a tiny model; ``slim`` is a conversion's.
-        config: Overrides of its config.
-        options: Of `enable`.
-        path: Which path runs, and how its reason begins.
-        seeds_differ: Whether ranks have other random seeds, of which rank 0's counts.
-        divides_prefill: Whether passes of a few tokens are divided too.
-        block: Consecutive tokens of a suffix on one rank.
-        ranks: For how many processes.
-    """
+    """A call, and how it is to run."""
 
     prompts: dict[str, Tensor]
     arguments: dict[str, Any]
-    model: str = "llama-gqa"
-    config: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    path: str = "shared: "
-    seeds_differ: bool = False
-    divides_prefill: bool = False
-    block: int = FEW_TOKENS
-    ranks: tuple[int, ...] = (2,)
+    model: str = "llama-gqa"  # a tiny model; "slim" is a conversion's
+    config: dict[str, Any] = field(default_factory=dict)  # overrides of its config
+    options: dict[str, Any] = field(default_factory=dict)  # of `enable`
+    path: str = "shared: "  # which runs, and how its reason begins
+    seeds_differ: bool = False  # ranks have other random seeds, of which rank 0's counts
+    divides_prefill: bool = False  # passes of a few tokens are divided too
+    block: int = FEW_TOKENS  # consecutive tokens of a suffix on one rank
+    ranks: tuple[int, ...] = (2,)  # numbers of processes
 
     def make_model(self) -> PreTrainedModel:
         if self.model != "slim":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hf_fastdecode.errors import PeerFailedError
-from hf_fastdecode.parallel.agreement import ALONE, checksum, described, differences
+from hf_fastdecode.parallel.ranks import ALONE, checksum, described, differences
 
 
 def test_checksums_tell_content_and_order():
@@ -41,12 +41,13 @@ def test_differing_fields_are_named_with_their_values():
 
 def test_a_process_alone_agrees_with_itself():
     tensor = torch.zeros(2)
-    assert ALONE.first(tensor) is tensor
+    assert ALONE.first(tensor)[0] is tensor
     assert ALONE.all(True, False) == [True, False]
     assert ALONE.smallest(3, -1) == [3, -1]
-    assert ALONE.differences(lambda: 1 / 0) is None
-    with ALONE.together():
-        pass
+    with ALONE.together() as offer:
+        offer.compare(lambda: 1 / 0, "a call")
+        offer.numbers = [3, -1]
+    assert (offer.different, offer.numbers) == (None, [3, -1])
 
 
 def test_the_error_of_a_failed_peer_has_its_rank_and_cause():

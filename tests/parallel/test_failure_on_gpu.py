@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.decoding.decisions import Decisions
+from hf_fastdecode.generation.decoding.stopping import Decisions
 
 from .failing import Calls, Ended, at_nth, run_all, scenario, send_itself
 
@@ -43,7 +43,7 @@ def fail_and_call_again(calls: Calls, action: Any) -> None:
     fd.enable(calls.model, mode="graph", peer_timeout=TIMEOUT)
     calls.make(lambda: generate(calls))
     before = torch.cuda.memory_allocated()
-    with at_nth(STEPS, Decisions, "drawn", action if calls.rank else os.getpid):
+    with at_nth(STEPS, Decisions, "step", action if calls.rank else os.getpid):
         calls.make(lambda: generate(calls))
     calls.make(lambda: generate(calls))
     calls.note([closing(), torch.cuda.memory_allocated() <= before])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 
 from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, PROMPTS, draw, reason, same_value
+from .scenarios import GREEDY, PROMPT, PROMPTS, draw, reason, same_value, sees, sights
 
 
 def prompts_of(models: Models) -> torch.Tensor:
@@ -49,7 +49,7 @@ def gathered_by_fsdp_2(models: Models) -> Any:
     return [gathered[0] == expected, divided[0] == expected, divided[1]], gathered[1]
 
 
-@scenario
+@sees("stock: FSDP 2")
 def unsharded_once(models: Models) -> Any:
     """Layers gather their parameters again after the first pass."""
     model = fully_sharded_layers(models)
@@ -70,7 +70,7 @@ def prefill_of_fsdp_2(models: Models) -> Any:
     return str(raised.value)
 
 
-@scenario
+@sees([[True, "stock: FS"], [True, "shared: 2"]])
 def layers_of_fsdp_1(models: Models) -> Any:
     ids, seen = prompts_of(models), []
     expected = draw(models.alone["llama"], 0, ids, **GREEDY)
@@ -93,15 +93,10 @@ def test_gathered_parameters_are_as_those_of_one_process(seen):
     assert found == [[[True, True, divided], "shared"], [[True, True, divided], "stock:"]]
 
 
-def test_parameters_that_are_gathered_once_are_divided_again(seen):
-    assert same_value(seen, "unsharded_once") == "stock: FSDP 2"
-
-
 def test_prefill_is_refused_on_all_ranks(seen):
     assert same_value(seen, "prefill_of_fsdp_2").startswith(
         "FSDPLlamaForCausalLM cannot share context: FSDP 2 divides its parameters between processes"
     )
 
 
-def test_layers_of_fsdp_1_run_stock_where_they_gather(seen):
-    assert same_value(seen, "layers_of_fsdp_1") == [[True, "stock: FS"], [True, "shared: 2"]]
+test_what_processes_see = sights(__name__)

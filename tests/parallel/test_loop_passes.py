@@ -20,11 +20,11 @@ from hf_fastdecode.generation.steps.captured_step import CapturedPass, CaptureOp
 from hf_fastdecode.generation.steps.loop_passes import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
-from hf_fastdecode.parallel.agreement import NoRoomError, PassFailedError, Ranks, Together
+from hf_fastdecode.parallel.ranks import NoRoomError, PassFailedError, Ranks, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario
-from .scenarios import capturing, draw, raising, same_value, values
+from .scenarios import capturing, draw, raising, same_value, sees, sights, values
 from .sequence_calls import Call, text
 
 PROMPT = text(30)["input_ids"]
@@ -84,7 +84,7 @@ def counting() -> Iterator[mock.Mock]:
         yield smallest
 
 
-@scenario
+@sees(0)
 def asked_in_a_loop_of_transformers(models: Models) -> Any:
     """What ranks agree on in a call, less that in a call of half as many passes; the captures are known."""
     counts = []
@@ -96,8 +96,9 @@ def asked_in_a_loop_of_transformers(models: Models) -> Any:
     return counts[2] - counts[1]
 
 
-@scenario
+@sees(2 * 2)
 def asked_in_a_users_loop(models: Models) -> Any:
+    """Of each of two further passes the tokens are compared, then it is agreed on how it runs."""
     counts = []
     with captured_passes(), enabled(models.split["small"]) as model:
         for passes in (2, 2, 4):
@@ -126,7 +127,7 @@ def passes_captured_on_one_rank(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees([[True, "mode='graph' was requested", captures] for captures in (1, 0)])
 def passes_that_fit_on_one_rank(models: Models) -> Any:
     """The captured pass of one rank does not fit the batch: of an earlier call, and of the pass before."""
     original, found = CapturedPass.fits, []
@@ -153,7 +154,7 @@ def passes_without_room(models: Models) -> Any:
         return draw(model, 0, PROMPT, **BEAMS)
 
 
-@scenario
+@sees(True)
 def after_passes_without_room(models: Models) -> Any:
     with captured_passes(), enabled(models.split["small"]) as model:
         return draw(model, 0, PROMPT, **BEAMS) == draw(models.alone["small"], 0, PROMPT, **BEAMS)
@@ -198,7 +199,7 @@ def failing_capture_of_a_pass(models: Models) -> Any:
 class _Ranks(Ranks):
     """This process, and another one that answers for itself."""
 
-    count = 2
+    count, alone = 2, False
 
     def __init__(self, *other: int):
         self.other, self.asked = other, 0
@@ -249,15 +250,6 @@ def test_loops_replay_captured_passes(seen, of):
         assert not later, name
 
 
-def test_ranks_agree_once_for_all_passes_of_a_loop_of_transformers(seen):
-    assert same_value(seen, "asked_in_a_loop_of_transformers") == 0
-
-
-def test_ranks_agree_before_each_pass_of_a_users_loop(seen):
-    """Its tokens are compared, then it is agreed on how it runs."""
-    assert same_value(seen, "asked_in_a_users_loop") == 2 * 2
-
-
 def test_what_one_rank_cannot_capture_all_run_eagerly(seen):
     first, second = values(seen, "passes_captured_on_one_rank")
     for one in (*first, *second):
@@ -278,17 +270,11 @@ def test_what_one_rank_cannot_capture_all_run_eagerly(seen):
         assert one[2][0] == "graph"
 
 
-def test_where_a_capture_does_not_fit_on_one_rank_all_look_for_another(seen):
-    reason = "mode='graph' was requested"
-    assert same_value(seen, "passes_that_fit_on_one_rank") == [[True, reason, 1], [True, reason, 0]]
-
-
 def test_lack_of_room_on_one_rank_ends_the_call_on_all(seen):
     for one in seen["passes_without_room"]:
         assert one.error == (
             "NoRoomError: the memory of a process of the model does not suffice for the tokens of a pass"
         )
-    assert same_value(seen, "after_passes_without_room") is True
 
 
 def test_what_one_rank_refuses_in_a_users_loop_all_run_eagerly(seen):
@@ -303,3 +289,6 @@ def test_what_one_rank_refuses_in_a_users_loop_all_run_eagerly(seen):
 
 def test_a_pass_that_fails_before_its_capture_ends_the_call(seen):
     assert [one.error for one in seen["failing_capture_of_a_pass"]] == ["PassFailedError: a forward pass failed"] * 2
+
+
+test_what_processes_see = sights(__name__)

@@ -16,9 +16,8 @@ from hf_fastdecode.attention.launch import plan
 from hf_fastdecode.attention.launch.plan import OwnNodes
 from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.failures import KernelFailedError
-from hf_fastdecode.parallel import collectives, sequence
-from hf_fastdecode.parallel.collectives import PartialBuffer, merged, partial_buffer
-from hf_fastdecode.parallel.sequence import DividedStepTables, SequenceParallel
+from hf_fastdecode.parallel import sequence
+from hf_fastdecode.parallel.sequence import DividedStepTables, PartialBuffer, SequenceParallel, merged, partial_buffer
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, random_forest
@@ -116,11 +115,11 @@ def test_a_kernel_that_fails_leaves_the_merge_to_pytorch(monkeypatch: pytest.Mon
     def fail(*given: Tensor) -> None:
         raise KernelFailedError("no compiler")
 
-    monkeypatch.setattr(collectives, "gathered", lambda *_: by_rank)
-    monkeypatch.setattr(collectives, "_by_kernel", lambda _: True)
+    monkeypatch.setattr(sequence, "gathered", lambda *_: by_rank)
+    monkeypatch.setattr(sequence, "_by_kernel", lambda _: True)
     monkeypatch.setattr(ranks, "merge_ranks", fail)
     for dtype in (torch.float32, torch.bfloat16):
-        found, expected = collectives.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
+        found, expected = sequence.merge_over(None, buffers[0], dtype), merged(by_rank, shape)
         assert torch.equal(found.out, expected.out.to(dtype))
         assert torch.equal(found.lse, expected.lse)
 

@@ -17,12 +17,12 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.cache.shared import SharedContextCache
-from hf_fastdecode.parallel import divided_pass
+from hf_fastdecode.parallel import shards
 
 from ..cases import exhaustive_but
 from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import by_pytorch, reason, same_value, values
+from .scenarios import by_pytorch, same_value, sees, sights, values
 from .sequence_calls import GREEDY, SAMPLING, TEXT, levels, ones, text
 
 SAMPLES = SAMPLING | {"num_return_sequences": 3}
@@ -70,7 +70,7 @@ def kept_divided_caches(models: Models) -> Any:
         return found, same, cache.nbytes.stored / of_all, cache.stored_node_tokens, cache.node_tokens
 
 
-@scenario
+@sees([True, 3 * 8])
 @by_pytorch
 def returned_caches(models: Models) -> Any:
     """Three turns of a conversation, whose rows go on from the cache of the turn before."""
@@ -91,7 +91,7 @@ def returned_caches(models: Models) -> Any:
         return torch.equal(found, expected), fd.explain(model).last_call.prefilled_tokens
 
 
-@scenario
+@sees([[True, "shared", known] for known in (None, [87], [96], [87])])
 @by_pytorch
 def reused_prefixes(models: Models) -> Any:
     model, found = tiny_model(), []
@@ -103,11 +103,11 @@ def reused_prefixes(models: Models) -> Any:
         for one, tokens in zip(prompts, expected, strict=True):
             same = torch.equal(drawn(model, models.rank, one, **SAMPLING), tokens)
             call = fd.explain(model).last_call
-            found.append((same, call.path, call.known_tokens, call.prefilled_tokens))
+            found.append((same, call.path, call.known_tokens))
     return found
 
 
-@scenario
+@sees([True, "shared", 2])
 @by_pytorch
 def loops_of_users(models: Models) -> Any:
     """A loop that drops tokens, reorders rows and forks the cache while it decodes."""
@@ -132,10 +132,11 @@ def loops_of_users(models: Models) -> Any:
     expected = model.generate(**prompts, custom_generate=loop, max_new_tokens=6)
     with fd.enabled(model, sequence_parallel="auto"):
         found = model.generate(**prompts, custom_generate=loop, max_new_tokens=6)
-        return torch.equal(found, expected), reason(model), fd.explain(model).last_call.ranks
+        call = fd.explain(model).last_call
+        return torch.equal(found, expected), call.path, call.ranks
 
 
-@scenario
+@sees([True, "shared"])
 @by_pytorch
 def embeddings(models: Models) -> Any:
     model = tiny_model()
@@ -143,14 +144,14 @@ def embeddings(models: Models) -> Any:
     hidden = {"output_hidden_states": True, "return_dict_in_generate": True}
     expected, states = model.generate(**given), model.generate(**text(), **GREEDY, **hidden).hidden_states
     with fd.enabled(model, sequence_parallel="auto"):
-        same, how = torch.equal(model.generate(**given), expected), reason(model)
+        same, path = torch.equal(model.generate(**given), expected), fd.explain(model).last_call.path
         found = model.generate(**text(), **GREEDY, **hidden).hidden_states
     for one, other in zip(found, states, strict=True):
         torch.testing.assert_close(one, other)
-    return same, how
+    return same, path
 
 
-@scenario
+@sees([True, True])
 @by_pytorch
 def copies(models: Models) -> Any:
     """A copy of a cache and of an enabled model go on between the same processes; none can be saved."""
@@ -169,7 +170,7 @@ def copies(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees([True, [None, [87], None, [87], None]])
 @by_pytorch
 def enabled_again(models: Models) -> Any:
     """A kept cache outlives `disable`; prefixes kept by one way of dividing are not read by another."""
@@ -203,7 +204,7 @@ def random_operations(models: Models) -> Any:
         chunk, divides, caches = rng.choice([5, 16384]), seed % 2, []
         for group in (False, models.group):
             fd.enable(model, sequence_parallel=group, max_prefill_tokens=chunk)
-            with mock.patch.object(divided_pass, "FEWEST_TOKENS", 2 if divides else 10**9):
+            with mock.patch.object(shards, "FEWEST_TOKENS", 2 if divides else 10**9):
                 caches.append(fd.prefill(model, prompts))
         whole, divided = caches
         for of_whole, of_all in zip(gathered(whole), gathered(divided), strict=True):
@@ -273,39 +274,6 @@ def test_kept_caches_serve_many_calls(seen):
         assert part == pytest.approx(stored / tokens)
 
 
-def test_conversations_go_on_from_returned_caches(seen):
-    same, prefilled = same_value(seen, "returned_caches")
-    assert same
-    assert prefilled == 3 * 8
-
-
-def test_prefixes_are_reused(seen):
-    found = same_value(seen, "reused_prefixes")
-    assert [one[:2] for one in found] == [[True, "shared"]] * 4
-    assert [known for _, _, known, _ in found] == [None, [87], [96], [87]]
-
-
-def test_loops_of_users_may_change_the_cache(seen):
-    same, how, ranks = same_value(seen, "loops_of_users")
-    assert same
-    assert how.startswith("shared: ")
-    assert ranks == 2
-
-
-def test_embeddings_and_hidden_states(seen):
-    same, how = same_value(seen, "embeddings")
-    assert same
-    assert how.startswith("shared: ")
-
-
-def test_copies_go_on_between_the_same_processes(seen):
-    assert same_value(seen, "copies") == [True, True]
-
-
-def test_what_is_kept_knows_between_whom_it_is_divided(seen):
-    assert same_value(seen, "enabled_again") == [True, [None, [87], None, [87], None]]
-
-
 @pytest.mark.parametrize("ranks", exhaustive_but([2], [2, 3, 4]))
 def test_any_operation_leaves_what_a_whole_cache_holds(ranks, request):
     seen = request.getfixturevalue("seen" if ranks == 2 else "seen_by_four")
@@ -321,3 +289,6 @@ def test_caches_that_are_divided_otherwise_are_refused(seen):
     assert errors["divided in alone"].startswith(made + between)
     assert errors["divided by another group in divided"].startswith(made + between)
     assert all("make it again with hf_fastdecode.prefill(model, ...)" in error for error in errors.values())
+
+
+test_what_processes_see = sights(__name__)

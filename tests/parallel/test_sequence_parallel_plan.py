@@ -14,11 +14,11 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.parallel import divided_pass
+from hf_fastdecode.parallel import shards
 
 from ..tiny_models import ARCHITECTURES, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import by_pytorch, capturing, reason, same_value, split_model
+from .scenarios import by_pytorch, capturing, sees, sights, split_model
 from .sequence_calls import GREEDY, SAMPLING, levels, text
 
 EVEN = {"vocab_size": 98}  # which transformers 5.17 splits in two
@@ -41,7 +41,7 @@ def helix(models: Models) -> Any:
         found[name] = [sorted({part.rpartition(".")[2] for part in parts})]
         for fewest in (2, 10**9):  # a prefill pass of which processes computed other tokens would mix them
             with (
-                mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+                mock.patch.object(shards, "FEWEST_TOKENS", fewest),
                 fd.enabled(model, sequence_parallel="auto"),
             ):
                 torch.manual_seed(models.rank)
@@ -53,7 +53,7 @@ def helix(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees([True, "graph", "shared"], kernels=True)
 @by_pytorch
 def captured_helix(models: Models) -> Any:
     alone = tiny_model("llama-mqa", num_hidden_layers=1, num_attention_heads=2, **EVEN)
@@ -62,11 +62,8 @@ def captured_helix(models: Models) -> Any:
     expected = alone.generate(**text(20), **few)
     with capturing(), fd.enabled(model, sequence_parallel="auto", mode="graph", backend="triton"):
         torch.manual_seed(models.rank)
-        return (
-            torch.equal(model.generate(**text(20), **few), expected),
-            fd.explain(model).last_call.mode,
-            reason(model),
-        )
+        same, call = torch.equal(model.generate(**text(20), **few), expected), fd.explain(model).last_call
+        return same, call.mode, call.path
 
 
 def mesh_of_two_dimensions(models: Models) -> Any:
@@ -78,7 +75,7 @@ def mesh_of_two_dimensions(models: Models) -> Any:
     expected = alone.generate(**levels(), **SAMPLES)
     for fewest in (2, 10**9):
         with (
-            mock.patch.object(divided_pass, "FEWEST_TOKENS", fewest),
+            mock.patch.object(shards, "FEWEST_TOKENS", fewest),
             fd.enabled(model, sequence_parallel=mesh["sp"]),
         ):
             torch.manual_seed(models.rank)
@@ -101,14 +98,6 @@ def test_split_models_divide_their_contexts(seen):
             assert found == [[True, 44 - rank]] * 2, name
             assert not {"q_proj", "k_proj", "v_proj"} & set(parts)
             assert {"down_proj", "o_proj"} <= set(parts)
-
-
-def test_captured_steps_of_split_models(seen):
-    pytest.importorskip("triton")
-    same, mode, path = same_value(seen, "captured_helix")
-    assert same
-    assert mode == "graph"
-    assert path.startswith("shared: ")
 
 
 @pytest.mark.exhaustive
@@ -141,3 +130,6 @@ def test_plans_leave_heads_whole(name):
 def test_models_without_a_plan():
     with pytest.raises(ValueError, match="no tensor-parallel plan for GPT2LMHeadModel; load it in every process"):
         fd.sequence_parallel_plan(tiny_model("gpt2").config)
+
+
+test_what_processes_see = sights(__name__)

@@ -19,7 +19,7 @@ from hf_fastdecode.errors import Unsupported
 
 from ..tiny_models import ragged_prompts, tiny_model
 from .processes import Models, add_scenario, scenario
-from .scenarios import by_pytorch, raising, reason, same_value
+from .scenarios import by_pytorch, raising, reason, same_value, sees, sights
 from .sequence_calls import GREEDY, TEXT, ones, text
 
 
@@ -70,7 +70,7 @@ def windows_in_prefill(models: Models) -> Any:
         return texts
 
 
-@scenario
+@sees([True, 2])
 @by_pytorch
 def waves_without_memory(models: Models) -> Any:
     """Memory for suffixes is short on one process: all split the rows."""
@@ -105,7 +105,7 @@ DIFFERING: dict[str, tuple[Callable[[Any, int], Any], str]] = {
         lambda model, rank: model.generate(
             **text(), **GREEDY, **{CACHE: [fd.prefill(model, TEXT[:, :length]) for length in (70, 80)][rank]}
         ),
-        "is SharedContextCache(Forest(",
+        "is 'SharedContextCache(Forest(",
     ),
     "direct tokens": (
         lambda model, rank: continued(model, text(20)["input_ids"][:, rank : rank + 1]),
@@ -171,14 +171,14 @@ def with_gradients(models: Models) -> Any:
         model(text(20)["input_ids"][:, :1], **{CACHE: kept})
 
 
-@scenario
+@sees([True, "shared"])
 @by_pytorch
 def after_refusals(models: Models) -> Any:
     model = tiny_model()
     expected = model.generate(**text(), **GREEDY)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("sp",))
     with fd.enabled(model, sequence_parallel=mesh):
-        return torch.equal(model.generate(**text(), **GREEDY), expected), reason(model)
+        return torch.equal(model.generate(**text(), **GREEDY), expected), reason(model)[:6]
 
 
 @scenario
@@ -213,10 +213,6 @@ def test_windows_that_hide_tokens_are_refused(seen):
     assert texts[0].startswith("ValueError: GptOssForCausalLM cannot divide these contexts between processes: ")
 
 
-def test_all_split_into_waves_where_one_lacks_memory(seen):
-    assert same_value(seen, "waves_without_memory") == [True, 2]
-
-
 @pytest.mark.parametrize("name", [*DIFFERING, "options"])
 def test_calls_that_differ_name_the_field_on_all(seen, name):
     field = DIFFERING[name][1] if name in DIFFERING else "max_prefill_tokens=) is 50 on rank 0 and 51 on rank 1"
@@ -229,12 +225,6 @@ def test_calls_that_differ_name_the_field_on_all(seen, name):
 def test_gradients_are_refused(seen):
     for one in seen["with_gradients"]:
         assert one.error.startswith("ValueError: no gradients pass between the 2 processes that divide a context; run")
-
-
-def test_calls_after_refusals_run_divided(seen):
-    same, path = same_value(seen, "after_refusals")
-    assert same
-    assert path.startswith("shared: ")
 
 
 def test_meshes_are_of_one_dimension(seen):
@@ -273,3 +263,6 @@ def test_one_process_divides_nothing(model):
     with fd.enabled(model, sequence_parallel="auto"):
         assert torch.equal(model.generate(**text(), **GREEDY), expected)
         assert fd.explain(model).last_call.path == "stock"  # for nothing is saved
+
+
+test_what_processes_see = sights(__name__)

@@ -12,10 +12,10 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.kernels.failures import KernelFailedError
-from hf_fastdecode.parallel import collectives
+from hf_fastdecode.parallel import shards
 
 from .processes import Models, add_scenario, scenario
-from .scenarios import capturing, same_value, values
+from .scenarios import capturing, same_value, sees, sights, values
 from .sequence_calls import GREEDY, SAMPLING, Call, levels, text
 
 KERNELS = {"backend": "triton"}
@@ -47,7 +47,7 @@ def counted(name: str, models: Models) -> Any:
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         capturing(),
-        mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers,
+        mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         torch.manual_seed(models.rank)
@@ -60,7 +60,7 @@ for name in STEPS:
     add_scenario(f"steps {name}", partial(counted, name))
 
 
-@scenario
+@sees([[True, "graph", True], [True, "graph", False], [True, "graph", True]], kernels=True)
 def captures_between_others(models: Models) -> Any:
     """Captured steps serve later calls that divide contexts between the same processes, and no other ones."""
     call = Call(text(9), SAMPLES, config=SMALL)
@@ -88,7 +88,7 @@ def collectives_of_a_step(models: Models) -> Any:
                 given, counts = text(tokens), []
                 for steps in (2, 5):
                     cache = fd.prefill(model, given["input_ids"])
-                    with mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers:
+                    with mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers:
                         arguments = GREEDY | {"max_new_tokens": steps, "eos_token_id": None, CACHE: cache}
                         model.generate(**given, **arguments)
                     counts.append(gathers.call_count)
@@ -106,7 +106,7 @@ def merge_without_its_kernel_on_one_rank(models: Models) -> Any:
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         mock.patch.object(ranks, "merge_ranks", kernel),
-        mock.patch.object(collectives, "all_gather", side_effect=collectives.all_gather) as gathers,
+        mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         same = torch.equal(model.generate(**call.prompts, **call.arguments), expected)
@@ -126,12 +126,6 @@ def test_a_step_is_one_collective_a_layer(seen, name):
     assert passes == steps + prefill
 
 
-def test_captures_serve_the_same_processes(seen):
-    pytest.importorskip("triton")
-    found = same_value(seen, "captures_between_others")
-    assert found == [[True, "graph", True], [True, "graph", False], [True, "graph", True]]
-
-
 def test_where_the_merge_kernel_fails_on_one_rank_pytorch_merges_there(seen):
     pytest.importorskip("triton")
     first, second = values(seen, "merge_without_its_kernel_on_one_rank")
@@ -145,3 +139,6 @@ def test_reports_count_the_collectives_of_a_step(seen):
     for name, (reported, counted, forest) in found.items():
         assert reported == counted == 2, name
         assert ("node" in forest) == name.endswith("9")
+
+
+test_what_processes_see = sights(__name__)

@@ -12,7 +12,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.parallel import divided_pass, sequence
+from hf_fastdecode.parallel import sequence, shards
 
 from ..cases import exhaustive_but
 from .processes import Models, Seen, add_scenario
@@ -28,7 +28,7 @@ def compared(name: str, models: Models) -> Any:
     model = call.make_model()
     torch.manual_seed(1)
     expected = model.generate(**call.prompts, **call.arguments)
-    divided = mock.patch.object(divided_pass, "FEWEST_TOKENS", 2 if call.divides_prefill else 10**9)
+    divided = mock.patch.object(shards, "FEWEST_TOKENS", 2 if call.divides_prefill else 10**9)
     blocks = mock.patch.object(sequence, "SUFFIX_BLOCK", call.block)
     with divided, blocks, fd.enabled(model, sequence_parallel=models.group, **call.options):
         torch.manual_seed(1 + models.rank * call.seeds_differ)

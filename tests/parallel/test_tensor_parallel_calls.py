@@ -8,25 +8,17 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.prompts import reading
 from hf_fastdecode.generation.steps.captures import Captures, LockHolder
-from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.parallel.ranks import Together
 from hf_fastdecode.parallel.watchdog import Watchdog
 
 from .processes import Models, scenario
-from .scenarios import (
-    GREEDY,
-    PROMPTS,
-    capturing,
-    draw,
-    raising,
-    reason,
-    same_value,
-    values,
-)
+from .scenarios import GREEDY, PROMPTS, capturing, draw, raising, reason, same_value, sees, sights, values
 
 
 @scenario
@@ -35,7 +27,7 @@ def other_lengths(models: Models) -> Any:
         return draw(model, 0, PROMPTS, **GREEDY | {"max_new_tokens": 8 + models.rank})
 
 
-@scenario
+@sees(True)
 def calls_of_threads(models: Models) -> Any:
     """Two threads of each process make the same call: one waits for the other."""
     found: list[list[list[int]]] = []
@@ -89,8 +81,9 @@ def after_errors(models: Models) -> Any:
         return draw(model, 0, PROMPTS, **GREEDY), draw(alone, 0, PROMPTS, **GREEDY), reason(model)
 
 
-@scenario
+@sees([True, None, [87]])
 def other_stores_of_prefixes(models: Models) -> Any:
+    """Ranks that keep other prompts plan alike: without them, and then with those of that call."""
     with fd.enabled(models.split["llama"], reuse_prefix=True) as model:
         first = draw(model, 0, PROMPTS, **GREEDY)
         if models.rank:
@@ -126,6 +119,15 @@ def _counting(name: str, owner: type = Together) -> Any:
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
+@sees([[0, 7], [0.5, 0.5], [[True], [False]], False])
+def tensors_of_rank_0(models: Models) -> Any:
+    """One broadcast has tensors of all dtypes, the widest elements first."""
+    rank, ranks = models.rank, Together(models.group, torch.device("cpu"))
+    given = torch.tensor([[True], [False]]) ^ bool(rank), torch.tensor([rank, 7 - rank]), torch.full((2,), 0.5 + rank)
+    rows, tokens, numbers, over = ranks.first(*given, torch.tensor(bool(rank)))
+    return tokens.tolist(), numbers.tolist(), rows.tolist(), over.item()
+
+
 @scenario
 def prefill_begun_on_one_rank(models: Models) -> Any:
     """A process that could begin a call's prefill, and so hold its captures, compares who holds them all the same."""
@@ -154,10 +156,6 @@ def test_the_field_that_differs_is_named_on_all_ranks(seen, name, field):
     assert first.error.startswith("ValueError: ")
     assert field in first.error
     assert first.error.endswith("give all of them the same call")
-
-
-def test_calls_of_threads_run_one_after_another(seen):
-    assert same_value(seen, "calls_of_threads") is True
 
 
 def test_what_one_rank_refuses_all_run_stock(seen):
@@ -193,8 +191,4 @@ def test_an_error_of_one_rank_ends_the_call_on_all(seen):
     assert path.startswith("shared: ")
 
 
-def test_ranks_that_keep_other_prompts_plan_alike(seen):
-    same, known, then = same_value(seen, "other_stores_of_prefixes")
-    assert same
-    assert known is None
-    assert then == [87]
+test_what_processes_see = sights(__name__)

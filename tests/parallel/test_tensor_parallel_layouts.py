@@ -21,40 +21,35 @@ from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure, support
 from hf_fastdecode.generation.steps.projections import has_projections
-from hf_fastdecode.parallel.collectives import merge_over, merged, partial_buffer
-from hf_fastdecode.parallel.groups import splitting_groups
+from hf_fastdecode.parallel.ranks import splitting_groups
+from hf_fastdecode.parallel.sequence import merge_over, merged, partial_buffer
 
 from .processes import Models, scenario
-from .scenarios import (
-    GREEDY,
-    PROMPT,
-    PROMPTS,
-    SAMPLING,
-    draw,
-    raising,
-    reason,
-    same_value,
-    values,
-)
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, draw, raising, reason, same_value, sees, sights, values
+
+KEPT = {
+    "llama": ([2], [[4, 2]]),
+    "gpt_neox": ([4], [[4, 4]]),  # one projection of queries, keys and values
+    "olmo2": ([4], [[8, 4]]),  # keys are gathered before their norm
+}
+"""By model, the KV heads that a rank stores, and its query and KV heads."""
 
 
-@scenario
+@sees({name: [True, "shared", *heads] for name, heads in KEPT.items()})
 def kept_caches(models: Models) -> Any:
-    found = []
-    for name in ("llama", "gpt_neox", "olmo2"):
-        alone = models.alone[name]
+    found = {}
+    for name in KEPT:
         text = torch.cat([PROMPT, PROMPT[:, :5]], 1).repeat(4, 1)
         with fd.enabled(models.split[name]) as model:
             cache = fd.prefill(model, PROMPT)
-            tokens = draw(model, 0, text, **GREEDY, **{CACHE: cache})
+            same = draw(model, 0, text, **GREEDY, **{CACHE: cache}) == draw(models.alone[name], 0, text, **GREEDY)
             heads = {layer.storage.node_example[0].shape[0] for layer in cache.attention_layers}
-            stores = [store for _, store in ModelLayout.of(model)]
-            found.append((tokens, draw(alone, 0, text, **GREEDY), reason(model), sorted(heads)))
-            found[-1] += (sorted({(store.query_heads, store.kv_heads) for store in stores}),)
+            stores = {(store.query_heads, store.kv_heads) for _, store in ModelLayout.of(model)}
+            found[name] = same, reason(model)[:6], sorted(heads), sorted(stores)
     return found
 
 
-@scenario
+@sees([True, True])
 def merging_without_memory(models: Models) -> Any:
     """Memory for the merged nodes of a returned cache is short on one rank: the nodes stay apart on both."""
     found = []
@@ -69,10 +64,10 @@ def merging_without_memory(models: Models) -> Any:
                     longer, attention_mask=torch.ones_like(longer), **wanted, **{CACHE: first[CACHE]}
                 )
             found.append((again.sequences.tolist(), len(again[CACHE].forest.nodes)))
-    return found[0][0] == found[1][0], found[0][1], found[1][1]
+    return found[0][0] == found[1][0], found[0][1] < found[1][1]
 
 
-@scenario
+@sees([True, True, True])
 def trained(models: Models) -> Any:
     with fd.enabled(models.split["trained"], reuse_prefix=True) as model:
         cache = fd.prefill(model, PROMPT)
@@ -87,11 +82,13 @@ def trained(models: Models) -> Any:
             refused = ""
         except ValueError as error:
             refused = str(error)
-    return before != after, after == draw(model, 0, PROMPTS, **GREEDY), refused
+    noticed = "the cache was made with other weights" in refused
+    return before != after, after == draw(model, 0, PROMPTS, **GREEDY), noticed
 
 
-@scenario
+@sees([False, True])
 def projections(models: Models) -> Any:
+    """Those with a forward of their own, which communicates, are not fused."""
     return has_projections(models.split["llama"]), has_projections(models.alone["llama"])
 
 
@@ -117,7 +114,7 @@ def data_parallel(models: Models) -> Any:
         return len(draw(model, models.rank, ids, **GREEDY)[0]), reason(model)
 
 
-@scenario
+@sees([True, 4, "stock: its parameters are split over several groups of processes, of 2 and 2"])
 def several_groups(models: Models) -> Any:
     """Weights split over two groups of two processes each (the members of one are pretended)."""
     groups = [mock.Mock(size=lambda: 2, members=one) for one in ([0, 1], [models.rank, 2 + models.rank])]
@@ -138,7 +135,7 @@ def several_groups(models: Models) -> Any:
         return str(raised.value) == str(error), len(draw(model, 0, PROMPTS, **GREEDY)), reason(model)
 
 
-@scenario
+@sees([True, "shared", [[8, 4]]])
 def attention_on_every_rank(models: Models) -> Any:
     """A plan that splits the MLPs alone, for models of fewer KV heads than ranks."""
     folder = models.alone["llama"].config.name_or_path
@@ -157,44 +154,16 @@ def attention_on_every_rank(models: Models) -> Any:
         cache = fd.prefill(model, PROMPT)
         tokens = draw(model, models.rank, **SAMPLING, **{CACHE: cache})
         stores = {(store.query_heads, store.kv_heads) for _, store in ModelLayout.of(model)}
-        return tokens, draw(alone, 0, **SAMPLING), reason(model).partition(":")[0], sorted(stores)
+        return tokens == draw(alone, 0, **SAMPLING), reason(model).partition(":")[0], sorted(stores)
 
 
-@scenario
+@sees([True, "stock: its layers are divided between processes (pipeline parallelism)"])
 def pipeline(models: Models) -> Any:
     folder = models.alone["llama"].config.name_or_path
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(pp_size=2)).eval()
     with fd.enabled(model):
-        return draw(model, 0, PROMPTS, **GREEDY), draw(models.alone["llama"], 0, PROMPTS, **GREEDY), reason(model)
-
-
-def test_kept_caches_hold_the_heads_of_a_rank(seen):
-    found = dict(zip(("llama", "gpt_neox", "olmo2"), same_value(seen, "kept_caches"), strict=True))
-    assert {name: (heads, stores) for name, (_, _, _, heads, stores) in found.items()} == {
-        "llama": ([2], [[4, 2]]),
-        "gpt_neox": ([4], [[4, 4]]),  # one projection of queries, keys and values
-        "olmo2": ([4], [[8, 4]]),  # keys are gathered before their norm
-    }
-    for tokens, alone, path, _, _ in found.values():
-        assert tokens == alone
-        assert path.startswith("shared: ")
-
-
-def test_ranks_merge_returned_nodes_together(seen):
-    same, merged_nodes, nodes = same_value(seen, "merging_without_memory")
-    assert same
-    assert merged_nodes < nodes
-
-
-def test_training_of_split_weights_is_noticed(seen):
-    changed, right, refused = same_value(seen, "trained")
-    assert changed
-    assert right
-    assert "the cache was made with other weights" in refused
-
-
-def test_projections_with_a_forward_of_their_own_are_not_fused(seen):
-    assert same_value(seen, "projections") == [False, True]
+        same = draw(model, 0, PROMPTS, **GREEDY) == draw(models.alone["llama"], 0, PROMPTS, **GREEDY)
+        return same, reason(model)
 
 
 def test_a_merge_is_one_collective_and_the_same_on_all_ranks(seen):
@@ -210,18 +179,4 @@ def test_prompts_of_processes_that_compute_alone_may_differ(seen):
     assert second[1].startswith("shared: ")
 
 
-def test_models_of_several_groups_run_stock(seen):
-    reason = "stock: its parameters are split over several groups of processes, of 2 and 2"
-    assert same_value(seen, "several_groups") == [True, 4, reason]
-
-
-def test_attention_may_be_computed_on_every_rank(seen):
-    tokens, alone, path, stores = same_value(seen, "attention_on_every_rank")
-    assert tokens == alone
-    assert (path, stores) == ("shared", [[8, 4]])
-
-
-def test_pipelines_run_stock(seen):
-    tokens, alone, path = same_value(seen, "pipeline")
-    assert tokens == alone
-    assert path == "stock: its layers are divided between processes (pipeline parallelism)"
+test_what_processes_see = sights(__name__)

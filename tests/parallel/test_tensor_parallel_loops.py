@@ -22,7 +22,7 @@ from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
 from hf_fastdecode.generation.steps.captures import LONG_COMPLETIONS, LockHolder
 from hf_fastdecode.generation.steps.runners import CapturedSteps
-from hf_fastdecode.parallel.agreement import Together
+from hf_fastdecode.parallel.ranks import Together
 
 from .processes import Models, scenario
 from .scenarios import (
@@ -35,22 +35,23 @@ from .scenarios import (
     draw,
     raising,
     reason,
-    same_value,
+    sees,
+    sights,
     values,
 )
 
 
-@scenario
+@sees([True, "shared", True])
 def other_seeds(models: Models) -> Any:
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         tokens, call = draw(model, models.rank, **SAMPLING), fd.explain(model).last_call
         assert "weights are split between 2 processes" in str(fd.explain(model).last_call.lines())
         assert call.sampler_reason.endswith(", on rank 0 for all processes")
         assert call.parallel == ParallelReport("tensor", 2, PROMPT.shape[1], PROMPT.shape[1], 0)
-        return tokens, draw(alone, 0, **SAMPLING), call.path, call.compactions
+        return tokens == draw(alone, 0, **SAMPLING), call.path, call.compactions > 1
 
 
-@scenario
+@sees([1, 8])
 def time_limits(models: Models) -> Any:
     found = []
     with fd.enabled(models.split["llama"]) as model:
@@ -61,7 +62,7 @@ def time_limits(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees(True)
 def time_limits_of_drafts(models: Models) -> Any:
     """By the clock of rank 1 every draft takes too long, which the one of rank 0 does not say."""
     alone, clock = models.alone["llama"], itertools.count(step=10**6 * models.rank)
@@ -94,7 +95,7 @@ class _Recorder(BaseStreamer):
         self.pieces.append(0)
 
 
-@scenario
+@sees([[3, "shared", True], [3, "shared", True], [3, "stock", True]])
 def criteria_of_rank_0(models: Models) -> Any:
     """In this package's loop, another one, and a call that runs stock; each rank would end at another step."""
     found = []
@@ -116,12 +117,13 @@ def streams_on_rank_0(models: Models) -> Any:
         return len(tokens[0]) - PROMPT.shape[1], recorder.pieces, reason(model)
 
 
-@scenario
+@sees([True, 2])
 def waves(models: Models) -> Any:
+    """All split where one lacks memory."""
     with fd.enabled(models.split["llama"]) as model, fd.enabled(models.alone["llama"]) as alone:
         with raising(1, models, SharedContextCache, "reserve", torch.OutOfMemoryError("no memory")):
             tokens = draw(model, models.rank, PROMPTS, **GREEDY)
-        return tokens, draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
+        return tokens == draw(alone, 0, PROMPTS, **GREEDY), fd.explain(model).last_call.waves
 
 
 CAPTURED = SAMPLING | {"num_return_sequences": 4, "max_new_tokens": 12}
@@ -129,7 +131,7 @@ FEW = GREEDY | {"max_new_tokens": 4}
 """Of steps by interpreted kernels."""
 
 
-@scenario
+@sees([[True, "eager", 2], [True, "graph", 2]], kernels=True)
 def compacting_without_memory(models: Models) -> Any:
     """Memory for the suffixes of active rows is short on one rank, for eager steps and captured ones."""
     found = []
@@ -147,13 +149,13 @@ def compacting_without_memory(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees([True, False])
 def forgotten_failures(models: Models) -> Any:
     """One rank has forgotten that a capture for long completions failed: none captures again."""
     with fd.enabled(models.split["small"]) as model:
         state = vars(model)["_hf_fastdecode"]
         steps = object.__new__(CapturedSteps)
-        steps._oversized, steps._structure = False, state.structure.of(model)
+        steps._oversized, steps._structure = False, state.structure_of(model)
         steps._step = mock.Mock(suits=lambda cache: False)
         steps.cache = mock.Mock(suffix_length=0)
         steps.cache.state.max_suffix = 4096
@@ -181,17 +183,17 @@ def captures_in_use_on_one_rank(models: Models) -> Any:
         return len(tokens), call.mode, call.mode_reason, free
 
 
-@scenario
+@sees([True, "graph", True, 0], kernels=True)
 def captured_steps(models: Models) -> Any:
     with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
         tokens, call = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
         again, known = draw(model, models.rank, **CAPTURED), fd.explain(model).last_call
     with fd.enabled(models.alone["small"]) as alone:
         expected = draw(alone, 0, **CAPTURED)
-    return tokens == again == expected, call.mode, call.compactions, call.captures, known.captures
+    return tokens == again == expected, call.mode, call.captures == call.compactions + 1 > 1, known.captures
 
 
-@scenario
+@sees([[True, "graph", 2], [True, "eager", 2]], kernels=True)
 def captured_on_one_rank(models: Models) -> Any:
     """The first capture succeeds on both, the second, of fewer rows, on one: the first goes on if it fits on both."""
     original, original_fits, found = CapturedStep.__init__, CapturedStep.fits, []
@@ -219,7 +221,7 @@ def captured_on_one_rank(models: Models) -> Any:
     return found
 
 
-@scenario
+@sees("eager", kernels=True)
 def captured_on_no_rank(models: Models) -> Any:
     """A failure of one rank's first capture makes all run eagerly, if the mode is not forced."""
     original = CapturedStep.__init__
@@ -235,10 +237,11 @@ def captured_on_no_rank(models: Models) -> Any:
         mock.patch.object(CapturedStep, "__init__", make),
         fd.enabled(models.split["small"], backend="triton") as model,
     ):
-        return draw(model, models.rank, **CAPTURED), fd.explain(model).last_call.mode
+        draw(model, models.rank, **CAPTURED)
+        return fd.explain(model).last_call.mode
 
 
-@scenario
+@sees([True, "graph", 2, True], kernels=True)
 def captured_without_memory(models: Models) -> Any:
     """Memory for the first capture's tables is short on one rank, which both know before they run a pass."""
     passes, original = itertools.count(), CapturedStep.capture
@@ -280,8 +283,9 @@ def failing_pass_of_a_capture(models: Models) -> Any:
         return draw(model, models.rank, **CAPTURED)
 
 
-@scenario
+@sees([[True, "shared"], [True, "stock:"], [True, "shared"], [True, "stock:"]])
 def same_draws(models: Models) -> Any:
+    """Loops of transformers draw what one process draws."""
     found = []
     with fd.enabled(models.split["llama"]) as model:
         for seed, arguments in (
@@ -291,20 +295,9 @@ def same_draws(models: Models) -> Any:
             (models.rank, {"do_sample": False}),
         ):
             tokens = draw(model, seed, max_new_tokens=8, **arguments)
-            found.append((tokens, draw(models.alone["llama"], seed, max_new_tokens=8, **arguments), reason(model)))
+            same = tokens == draw(models.alone["llama"], seed, max_new_tokens=8, **arguments)
+            found.append((same, reason(model)[:6]))
     return found
-
-
-def test_rank_0_draws_for_all(seen):
-    tokens, alone, path, compactions = same_value(seen, "other_seeds")
-    assert tokens == alone
-    assert (path, compactions > 1) == ("shared", True)
-
-
-def test_time_limits_and_criteria_are_those_of_rank_0(seen):
-    assert same_value(seen, "time_limits") == [1, 8]
-    assert same_value(seen, "time_limits_of_drafts") is True
-    assert same_value(seen, "criteria_of_rank_0") == [[3, "shared", True], [3, "shared", True], [3, "stock", True]]
 
 
 def test_one_rank_may_stream(seen):
@@ -315,21 +308,6 @@ def test_one_rank_may_stream(seen):
     assert first[2].startswith("shared")
 
 
-def test_all_ranks_split_into_waves_where_one_lacks_memory(seen):
-    tokens, alone, waves = same_value(seen, "waves")
-    assert tokens == alone
-    assert waves == 2
-
-
-def test_all_ranks_split_into_waves_where_one_cannot_compact(seen):
-    pytest.importorskip("triton")
-    assert same_value(seen, "compacting_without_memory") == [[True, "eager", 2], [True, "graph", 2]]
-
-
-def test_ranks_capture_again_together(seen):
-    assert same_value(seen, "forgotten_failures") == [True, False]
-
-
 def test_ranks_hold_their_captures_together(seen):
     pytest.importorskip("triton")
     first, second = values(seen, "captures_in_use_on_one_rank")
@@ -337,22 +315,11 @@ def test_ranks_hold_their_captures_together(seen):
     assert second == [4, "eager", "another thread is using this model's captured steps", False]
 
 
-def test_ranks_capture_together_or_not_at_all(seen):
+def test_a_pass_that_fails_before_its_capture_ends_the_call(seen):
     pytest.importorskip("triton")
-    right, mode, compactions, captures, captures_again = same_value(seen, "captured_steps")
-    assert right
-    assert (mode, captures, captures_again) == ("graph", compactions + 1, 0)
-    assert compactions >= 1
-    assert same_value(seen, "captured_on_one_rank") == [[True, "graph", 2], [True, "eager", 2]]
-    assert same_value(seen, "captured_on_no_rank")[1] == "eager"
-    assert same_value(seen, "captured_without_memory") == [True, "graph", 2, True]
     for one in seen["failing_pass_of_a_capture"]:
         assert one.error.startswith("PassFailedError: a forward pass failed before its capture")
         assert "(OutOfMemoryError: no memory)" in one.error
 
 
-def test_other_loops_draw_what_one_process_draws(seen):
-    found = same_value(seen, "same_draws")
-    assert [path.partition(":")[0] for _, _, path in found] == ["shared", "stock", "shared", "stock"]
-    for tokens, alone, _ in found:
-        assert tokens == alone
+test_what_processes_see = sights(__name__)

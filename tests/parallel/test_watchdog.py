@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.decoding.decisions import Decisions
+from hf_fastdecode.generation.decoding.stopping import Decisions
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.parallel import watchdog
 from hf_fastdecode.parallel.watchdog import Event, Heartbeat, difference
@@ -120,7 +120,7 @@ def is_killed(calls: Calls) -> None:
 @scenario(victim=0)
 def first_is_killed(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
-    with at_nth(6, Decisions, "drawn", os.getpid if calls.rank else send_itself(signal.SIGKILL)):
+    with at_nth(6, Decisions, "step", os.getpid if calls.rank else send_itself(signal.SIGKILL)):
         calls.make(lambda: generate(calls))
     calls.make(lambda: generate(calls))
 
@@ -128,7 +128,7 @@ def first_is_killed(calls: Calls) -> None:
 @scenario(victim=1)
 def is_stopped(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
-    with at_nth(6, Decisions, "drawn", send_itself(signal.SIGSTOP) if calls.rank else os.getpid):
+    with at_nth(6, Decisions, "step", send_itself(signal.SIGSTOP) if calls.rank else os.getpid):
         calls.make(lambda: generate(calls))
     calls.make(lambda: generate(calls))
 
@@ -136,7 +136,7 @@ def is_stopped(calls: Calls) -> None:
 @scenario(victim=0)
 def first_is_stopped(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
-    with at_nth(6, Decisions, "drawn", os.getpid if calls.rank else send_itself(signal.SIGSTOP)):
+    with at_nth(6, Decisions, "step", os.getpid if calls.rank else send_itself(signal.SIGSTOP)):
         calls.make(lambda: generate(calls))
     calls.make(lambda: generate(calls))
 

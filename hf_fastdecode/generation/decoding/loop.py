@@ -2,34 +2,39 @@
 
 Finished rows are compacted away, so step time tracks the active rows. On a GPU the host polls finished rows only every
 few steps, and undoes steps after the last row's end. Where not all rows decode at once, by `max_rows` or by memory,
-waiting ones take the places of finished ones (`refill`), or decode in waves, one after another.
+waiting ones take the slots of finished ones (`refill.Refill`), or decode in waves, one after another.
+
+Each step of several processes that compute a model has the same rows: rank 0's tokens count, so that each may have
+another seed, and so do its time limit and criteria. Rows leave the batch, or are split into waves, on all or on none.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from ..._compat import pad_token
+from ..._compat import CACHE, optimized_for_decode, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
 from ...log import logger
-from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
 from ..steps.modes import StepsMaker
 from ..steps.runners import EagerSteps, Steps
 from ..support import step_arguments
-from .decisions import Decisions, Logits, rows_that_fit
-from .refill import Refill, Wave, concatenate
-from .sampling import Drawn, Sampler, generator_state, set_generator_state
-from .stopping import FinishedRowPoller, Stopping
-from .token_log_probs import TokenLogProbs
+from .refill import Refill
+from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, set_generator_state
+from .stopping import Decisions, Ends, FinishedRowPoller, Stopping
+from .waves import Logits, Wave, concatenate, rows_that_fit
 
 _REPLAY = 16
 """Tokens per row and forward pass when a wave's suffixes are recomputed."""
@@ -37,20 +42,13 @@ _REPLAY = 16
 
 @dataclass
 class _Batch:
-    """The rows of a wave that decode steps compute.
-
-    Attributes:
-        rows: ``[batch]`` int64: their numbers in the call.
-        positions: ``[batch]`` int64: of the tokens drawn last.
-        active: ``[batch]`` int64: the rows as indices of the wave; None for all of it.
-        steps: None before the first step, which the first token does without.
-    """
+    """The rows of a wave that decode steps compute."""
 
     cache: SharedContextCache
-    rows: Tensor
-    positions: Tensor
-    active: Tensor | None = None
-    steps: Steps | None = None
+    rows: Tensor  # [batch] int64: their numbers in the call
+    positions: Tensor  # [batch] int64: of the tokens drawn last
+    active: Tensor | None = None  # [batch] int64: the rows as indices of the wave; None for all of it
+    steps: Steps | None = None  # none before the first step, which the first token does without
 
     def next_logits(self, last: Tensor, make_steps: StepsMaker) -> Tensor:
         """Logits ``[batch, vocabulary]`` after the `last` tokens of the wave's rows."""
@@ -75,16 +73,15 @@ class Loop:
     call: CallContext
     prompts: Tensor
     start: Start
-    sampler: Sampler
     stopping: Stopping
     streamer: BaseStreamer | None
     make_steps: StepsMaker
-    log_probs: TokenLogProbs | None = None
+    log_probs: TokenLogProbs | None
+    sampler: Sampler = field(init=False)
     decisions: Decisions = field(init=False)
 
     def run(self) -> Wave:
         """Decode all rows; returns one wave with all rows, padded after each row's end."""
-        self.decisions = self._agree()
         at_once = self._rows_at_once()
         if at_once < len(self.prompts):
             report, why = self.call.report, self._why_waves()
@@ -164,25 +161,39 @@ class Loop:
         parts = self.start, self.sampler, self.stopping, self.make_steps, self.call.report
         return Refill(self.prompts, *parts, self._new_tokens, self._pad, self.log_probs).run(cache)
 
+    def offered(self) -> list[int]:
+        """Numbers of `Decisions`, of which processes take the smallest: rows that fit, and how the loop may run."""
+        call, stopping, sampler, streams = self.call, self.stopping, self.sampler, self.streamer is not None
+        fit, splits = len(self.prompts), not (streams or stopping.needs_all_rows or sampler.needs_all_rows)
+        if splits and not call.returns_cache:
+            logits = Logits(self.start.logits.device, self.start.logits.shape[1])
+            drawing = 8 * fit * logits.vocabulary  # probabilities, and random numbers
+            beside = drawing if sampler.generator_draws else 0
+            fit = rows_that_fit(self.start.cache, fit, logits, self._new_tokens, beside=beside)
+        return [
+            fit,
+            stopping.pads and not call.returns_cache and not sampler.custom,
+            splits,
+            not (streams or stopping.custom or sampler.custom or stopping.timed),
+            not stopping.differs_by_process,
+            not call.returns_cache and self.log_probs is None,
+        ]
+
     def _rows_at_once(self) -> int:
-        rows, most = len(self.prompts), self.call.options.max_rows
+        rows, most, fit = len(self.prompts), self.call.options.max_rows, self.decisions.fit
         if (why := self._why_unsplittable()) is not None:
             if most is not None and most < rows:
                 raise ValueError(
                     f"max_rows={most} cannot hold for the {rows} rows of this call: {why}, or max_rows=None"
                 )
             return rows
-        logits = Logits(self.start.logits.device, self.start.logits.shape[1])
-        beside = 8 * rows * logits.vocabulary if self.sampler.generator_draws else 0  # probabilities, random numbers
-        fit = rows_that_fit(self.start.cache, rows, logits, self._new_tokens, beside=beside)
-        (fit,) = self.call.ranks.smallest(fit)
         if fit < min(rows, most or rows):
             logger.warning("%d rows do not fit in memory at once; %d decode at a time", rows, fit)
         return min(fit, most or rows)
 
     def _why_waves(self) -> str:
-        """Why waiting rows cannot take the places of finished ones; empty if they can."""
-        if self.call.ranks.count > 1:
+        """Why waiting rows cannot take the slots of finished ones; empty if they can."""
+        if not self.call.ranks.alone:
             return "several processes compute the model"
         if not self.stopping.pads:
             return "without end tokens all rows end at one length"
@@ -193,7 +204,7 @@ class Loop:
         if self.start.unshared is not None or self.start.suffix_tokens.shape[1]:
             return "rows begin with tokens of prompts that nodes do not hold"
         if self.start.cache.inputs is not None:
-            return "decoders behind an encoder count the positions of all rows alike"
+            return "decoders with an encoder count the positions of all rows alike"
         return self.sampler.refuses_refill or ""
 
     @property
@@ -237,7 +248,7 @@ class Loop:
         logits = None if wave.drawn else self.start.logits[wave.rows.to(self.start.logits.device)]
         batch = _Batch(cache, wave.rows, self.start.positions[wave.rows] + wave.drawn - 1)
         kept = bool(cache.state_layers) and self.call.returns_cache  # whose steps cannot be undone
-        synchronous = self.decisions.polls_synchronously or kept
+        synchronous = kept or not self.decisions.polls_late
         poller = FinishedRowPoller(device, synchronous=synchronous, draws=self.sampler.generator_draws)
         counted = len(wave.rows) > 1 and self._why_unsplittable() is None
         pad = self._pad if stopping.pads else None
@@ -247,13 +258,13 @@ class Loop:
             if logits is None:
                 self.decisions.reserve(cache, counted=counted)
                 logits = batch.next_logits(wave.tokens[:, self.prompts.shape[1] + wave.drawn - 1], self.make_steps)
-            view, polls = self._extend(wave, batch, logits, pad, until=until)
+            ends = self._extend(wave, batch, logits, pad, until=until)
             if counted and wave.generator is not None:
                 wave.generator = generator_state(device)
             logits, batch.positions = None, batch.positions + 1
-            if self.decisions.over(stopping.all_end(view.shape[1], view) or wave.drawn == until):
+            if ends.all:
                 break
-            mask = poller.poll(wave.unfinished, wave.drawn) if polls or stopping.timed else None
+            mask = poller.poll(wave.unfinished, wave.drawn) if ends.rows is not None or stopping.timed else None
             if mask is None:
                 continue
             count = int(mask.sum())
@@ -264,35 +275,37 @@ class Loop:
         wave.end()
         self._undo(wave, cache, poller, until or int(wave.ends.max()))
 
-    def _extend(
-        self, wave: Wave, batch: _Batch, logits: Tensor, pad: Tensor | None, *, until: int
-    ) -> tuple[Tensor, bool]:
-        """Draw the wave's next tokens; returns its ids ``[rows, length]`` with them, and whether rows may end now."""
+    def _extend(self, wave: Wave, batch: _Batch, logits: Tensor, pad: Tensor | None, *, until: int) -> Ends:
+        """Draw the wave's next tokens, and ask what ends with them."""
         stopping = self.stopping
         if self.log_probs is not None:
             self.log_probs.before_draw(logits, wave.drawn)
-        drawn = self.decisions.drawn(self._draw(wave, logits, batch.rows, batch.active))
-        tokens = drawn.tokens if pad is None else torch.where(wave.unfinished, drawn.tokens, pad)
-        self._collect(wave, drawn)
-        view = wave.with_next(tokens, self.prompts.shape[1])
-        given = view.contiguous() if stopping.custom else None
-        ended = None
-        if not until:
-            scores = tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
-            ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, scores)
-        ended = self.decisions.ended(ended, wave.unfinished)
-        if given is not None:
-            view.copy_(given)  # as in stock, the user's code may change tokens in place
-        wave.commit(ended)  # last, so that a failed step leaves the wave unchanged
+
+        def end(drawn: Drawn) -> Ends:
+            tokens = drawn.tokens if pad is None else torch.where(wave.unfinished, drawn.tokens, pad)
+            self._collect(wave, drawn)
+            view = wave.with_next(tokens, self.prompts.shape[1])
+            given = view.contiguous() if stopping.custom else None
+            ended = None
+            if not until:
+                scores = tuple(wave.scores) if self.call.returns_cache and self.call.config.output_scores else None
+                ended = stopping.rows_end(tokens, wave.rows, wave.drawn + 1, given, scores)
+            if given is not None:
+                view.copy_(given)  # as in stock, the user's code may change tokens in place
+            over = stopping.all_end(view.shape[1], view) or wave.drawn + 1 == until
+            return Ends(tokens, ended, over)
+
+        ends = self.decisions.step(self._draw(wave, logits, batch.rows, batch.active), wave.unfinished, end)
+        wave.commit(ends.rows)  # last, so that a failed step leaves the wave unchanged
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
-        return view, ended is not None
+            self.streamer.put(ends.tokens.cpu())
+        return ends
 
     def _compact(self, wave: Wave, batch: _Batch, mask: Tensor, count: int) -> None:
         """Let finished rows leave the batch if that pays; `mask` says of the wave's rows which `count` go on."""
         left = self._new_tokens - wave.drawn
         steps = batch.steps = batch.steps or self.make_steps(batch.cache)
-        if self.decisions.compacts(steps.should_compact(count, left)):
+        if self.call.ranks.all(steps.should_compact(count, left)) == [True]:
             batch.select(mask, wave)
             self.call.report.compactions += 1
 
@@ -338,24 +351,13 @@ class Loop:
         if self.call.config.output_logits and drawn.logits is not None:
             wave.logits.append(drawn.logits)
 
-    def _agree(self) -> Decisions:
-        call, recorded = self.call, self.log_probs is not None
-        return Decisions.agreed(
-            call.ranks,
-            self.stopping,
-            self.sampler,
-            streams=self.streamer is not None,
-            returns_cache=call.returns_cache,
-            keeps_logprobs=call.returns_cache or recorded,
-        )
-
     def _why_unsplittable(self, error: torch.OutOfMemoryError | None = None) -> str | None:
         """Why the batch cannot be split into waves, after an error if any, with the remedy; None if it can."""
         if self.call.returns_cache:
             return "return_dict_in_generate does not allow splitting them: use fewer samples per call"
-        if self.decisions.needs_all_rows:
+        if not self.decisions.splits:
             return "a streamer, or custom processors or criteria, do not allow splitting them: use fewer samples"
-        if error is not None and self.call.ranks.count > 1 and not isinstance(error, NoRoomError):
+        if error is not None and not self.call.ranks.all_raise(error):
             return (
                 "other processes of the model, which did not run out of memory, cannot split them: use fewer samples"
             )
@@ -365,3 +367,98 @@ class Loop:
     def _pad(self) -> Tensor:
         pad = pad_token(self.call.config)
         return self.prompts.new_zeros(()) if pad is None else pad.to(self.prompts.device)
+
+
+def decode_shared(
+    call: CallContext,
+    make_steps: StepsMaker,
+    start: Start,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    streamer: BaseStreamer | None,
+) -> FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor:
+    """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
+    model, config = call.model, call.config
+    call.report.fused = call.structure.fused_names  # found while the device prefills
+    input_ids = input_ids.long()  # dtype of sampled tokens
+    stopping = Stopping(criteria, input_ids.device)
+    recorders = [one for one in processors if type(one) is TokenLogProbs]
+    log_probs = recorders[0] if len(recorders) == 1 else None
+    processors = LogitsProcessorList(one for one in processors if one is not log_probs)
+    choose = partial(
+        choose_sampler,
+        processors=processors,
+        config=config,
+        prompts=input_ids,
+        logits=start.logits,
+        computed_in=start.cache.computed_in,
+    )
+    ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
+    loop = Loop(call, input_ids, start, stopping, streamer, make_steps, log_probs)
+    with call.ranks.together() as offer:
+        offer.compare(lambda: ends, "generate was called differently")
+        loop.sampler, why = choose(call.options.sampler)
+        is_fast = loop.sampler.name == "fast"
+        offer.numbers = [is_fast, -is_fast, *loop.offered()]
+    least, most, *numbers = offer.numbers
+    if least != -most:
+        if is_fast:
+            loop.sampler, why = choose("hf")[0], "another process of the model uses it"
+        with call.ranks.together() as offer:
+            offer.numbers = loop.offered()
+        numbers = offer.numbers
+    loop.decisions = Decisions(call.ranks, numbers[0], *map(bool, numbers[1:]))
+    whose = "" if call.ranks.alone else ", on rank 0 for all processes"
+    call.report.sampler, call.report.sampler_reason = loop.sampler.name, why + whose
+    with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
+        wave = loop.run()
+    if not call.returns_cache:
+        return wave.tokens
+    kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput
+    return kind(
+        sequences=wave.tokens,
+        scores=tuple(wave.scores) if config.output_scores else None,
+        logits=tuple(wave.logits) if config.output_logits else None,
+        logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
+        **{CACHE: start.cache},
+    )
+
+
+@dataclass
+class FastDecodeOutput(GenerateDecoderOnlyOutput):
+    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus `logprobs`.
+
+    Attributes:
+        logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
+            0 after a row's end; None with transformers' own sampler.
+    """
+
+    logprobs: Tensor | None = None
+
+
+@dataclass
+class FastDecodeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """Output of a model with an encoder: transformers' fields plus `logprobs`, see `FastDecodeOutput`."""
+
+    logprobs: Tensor | None = None
+
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of configs: experts of a layer."""
+
+
+def decode_context(model: PreTrainedModel, rows: int) -> AbstractContextManager[None]:
+    """transformers' context of decode steps, except where it would slow down steps of many rows.
+
+    There experts run by ``batched_mm``, which first copies the weights of each row's experts, and not by
+    ``grouped_mm``, which reads the weights of each chosen expert once. fp32 models keep the context, so that they
+    compute what stock computes.
+    """
+    config = model.config.get_text_config(decoder=True)
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    experts = next((count for name in _COUNTS if (count := getattr(config, name, None))), None)
+    half = model.dtype in (torch.float16, torch.bfloat16)
+    if half and experts is not None and rows * chosen >= experts:
+        return nullcontext()
+    return optimized_for_decode(model)

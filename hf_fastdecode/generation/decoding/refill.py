@@ -1,21 +1,18 @@
-"""Decoding of more rows than decode at once: waiting rows take the places of finished ones.
+"""Decoding of more rows than decode at once: waiting rows take the slots of finished ones.
 
-Each place of the batch holds one row of the call; rows are at steps of their own. A row's tokens do not depend on the
-others: it begins after its prompt's nodes with an empty suffix, and its random numbers, if any, come from its number
-and its own step. A captured step goes on with other rows, since the tables that it reads have a length per row.
-
-Places are refilled once enough of them hold finished rows, which also saves transfers: the host looks every few steps
-only. Rows of one prompt are taken into any place. Where prompts differ, the batch is put in the call's order, for
-the rows of a node to be neighbours, by a copy of the suffixes.
-
-`Wave` holds rows that decode together, here or in waves one after another, with their tokens and collected outputs.
+Each slot of the batch holds one row of the call; rows are at steps of their own. A row's tokens do not
+depend on the others: it begins after its prompt's nodes with an empty suffix, and its random numbers, if any, come
+from its number and its own step. A captured step goes on with other rows, since the tables that it reads have a length
+per row. Slots are refilled once enough of them hold finished rows, which also saves transfers: the host looks every
+few steps only. Rows of one prompt are taken into any slot. Where prompts differ, the batch is put in the call's order,
+for the rows of a node to be neighbours, by a copy of the suffixes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,65 +22,48 @@ from ..prompts.start import Start
 from ..report import CallReport
 from ..steps.modes import StepsMaker
 from ..steps.runners import Steps
-from .decisions import suffixes_may_grow
-from .sampling import Sampler
+from .sampling import Sampler, TokenLogProbs
 from .stopping import FinishedRowPoller, Stopping
-from .token_log_probs import TokenLogProbs
+from .waves import FIRST_ROOM, Wave, suffixes_may_grow
 
 _WAIT_FOR = 16
-"""Places are refilled once one in this many holds a finished row; a refill costs about a step."""
+"""Slots are refilled once one in this many holds a finished row; a refill costs about a step."""
 
 
+@dataclass
 class Refill:
-    """The rows of a call, of which a part decodes at once.
+    """The rows of a call, of which a part decodes at once."""
 
-    Args:
-        prompts: ``[rows, width]`` int64.
-        new_tokens: Most tokens that a row draws.
-        pad: The token after a row's end, 0-dimensional int64.
-        log_probs: Recorder for which log-probabilities are gathered, if any.
+    prompts: Tensor  # [rows, width] int64
+    start: Start
+    sampler: Sampler
+    stopping: Stopping
+    make_steps: StepsMaker
+    report: CallReport
+    new_tokens: int  # most that a row draws
+    pad: Tensor  # the token after a row's end, 0-dimensional int64
+    log_probs: TokenLogProbs | None = None  # for which log-probabilities are gathered
 
-    Attributes:
-        places: The row of each place of the batch.
-        lengths: By place, the tokens drawn since its row began: its suffix has one less. It goes on counting while a
-            finished row is in the place.
-        waiting: Rows without a place, in order.
-        tokens: ``[rows, width + room + 1]``, whose capacity grows; the last column takes what finished rows draw.
-        drawn: ``[rows]`` int64: tokens drawn by each row.
-    """
-
-    def __init__(
-        self,
-        prompts: Tensor,
-        start: Start,
-        sampler: Sampler,
-        stopping: Stopping,
-        make_steps: StepsMaker,
-        report: CallReport,
-        new_tokens: int,
-        pad: Tensor,
-        log_probs: TokenLogProbs | None = None,
-    ):
-        self.prompts, self.start, self.sampler, self.stopping = prompts, start, sampler, stopping
-        self.make_steps, self.report, self.new_tokens, self.pad = make_steps, report, new_tokens, pad
-        self.log_probs, self.device, self.width = log_probs, prompts.device, prompts.shape[1]
-        self.paths = start.cache.forest.paths
-        self.places: list[int] = []
+    def __post_init__(self) -> None:
+        self.device, self.width = self.prompts.device, self.prompts.shape[1]
+        self.paths = self.start.cache.forest.paths
+        self.slots: list[int] = []  # the row of each slot of the batch
+        # By slot, the tokens drawn since its row began: its suffix has one less. They go on counting after its end.
         self.lengths: list[int] = []
-        self.waiting = deque(range(len(prompts)))
-        self.drawn = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
+        self.waiting = deque(range(len(self.prompts)))  # rows without a slot, in order
+        self.drawn = torch.zeros(len(self.prompts), dtype=torch.long, device=self.device)  # tokens of each row
         self.unfinished = torch.ones_like(self.drawn, dtype=torch.bool)
-        self.tokens = prompts
-        self.gathered = None if log_probs is None else torch.zeros(len(prompts), 0, device=self.device)
-        self._grow(min(new_tokens, FIRST_ROOM))
+        self.tokens = self.prompts  # [rows, width + capacity + 1]; the last column takes what finished rows draw
+        self.gathered = None if self.log_probs is None else torch.zeros(len(self.prompts), 0, device=self.device)
+        self._grow(min(self.new_tokens, FIRST_ROOM))
         self._longest = 0  # tokens of any row before a draw, so far
         self._rows = self._columns = self._positions = self.drawn[:0]
 
     def run(self, cache: SharedContextCache) -> Wave:
         """Decode all rows, the first of which are those of the cache; returns them as one wave."""
-        self.places = [self.waiting.popleft() for _ in range(cache.rows)]
+        self.slots = [self.waiting.popleft() for _ in range(cache.rows)]
         self.lengths = [1] * cache.rows
-        self._follow_places()
+        self._follow_slots()
         self._draw(self._rows, self.start.logits[: cache.rows], [0] * cache.rows)
         steps, step = self.make_steps(cache), 0
         poller = FinishedRowPoller(self.device, synchronous=False, draws=False)
@@ -105,37 +85,37 @@ class Refill:
         return self._whole()
 
     def _replace_finished(self, steps: Steps, mask: Tensor) -> Steps:
-        """Refill, compact, or empty the places of finished rows, if it is time; `mask` says which rows go on."""
-        finished = [place for place, row in enumerate(self.places) if not mask[row]]
+        """Refill, compact, or empty the slots of finished rows, if it is time; `mask` says which rows go on."""
+        finished = [slot for slot, row in enumerate(self.slots) if not mask[row]]
         at_end = max(self.lengths) >= self.new_tokens
         if self.waiting:
-            if finished and (at_end or len(finished) * _WAIT_FOR >= len(self.places)):
+            if finished and (at_end or len(finished) * _WAIT_FOR >= len(self.slots)):
                 steps = self._refill(steps, finished)
-        elif steps.should_compact(len(self.places) - len(finished), self.new_tokens - min(self.lengths)):
+        elif steps.should_compact(len(self.slots) - len(finished), self.new_tokens - min(self.lengths)):
             gone = set(finished)
-            steps = self._keep(steps, [place for place in range(len(self.places)) if place not in gone])
+            steps = self._keep(steps, [slot for slot in range(len(self.slots)) if slot not in gone])
             self.report.compactions += 1
         if max(self.lengths) >= self.new_tokens:  # finished rows that stay in the batch
-            long = [place for place, length in enumerate(self.lengths) if length >= self.new_tokens]
-            steps = steps.restart({place: self.paths[self.places[place]] for place in long})
-            for place in long:
-                self.lengths[place] = 1
-            self._follow_places()
+            long = [slot for slot, length in enumerate(self.lengths) if length >= self.new_tokens]
+            steps = steps.restart({slot: self.paths[self.slots[slot]] for slot in long})
+            for slot in long:
+                self.lengths[slot] = 1
+            self._follow_slots()
         return steps
 
     def _refill(self, steps: Steps, finished: list[int]) -> Steps:
-        """Give places of finished rows to waiting ones, and draw these rows' first tokens."""
+        """Give slots of finished rows to waiting ones, and draw these rows' first tokens."""
         taken = finished[: len(self.waiting)]
-        for place in taken:
-            self.places[place], self.lengths[place] = self.waiting.popleft(), 1
-        new = [self.places[place] for place in taken]
+        for slot in taken:
+            self.slots[slot], self.lengths[slot] = self.waiting.popleft(), 1
+        new = [self.slots[slot] for slot in taken]
         order = None
-        if len({self.paths[row] for row in self.places}) > 1:
-            order = sorted(range(len(self.places)), key=self.places.__getitem__)
-        steps = steps.restart({place: self.paths[row] for place, row in zip(taken, new, strict=True)}, order)
+        if len({self.paths[row] for row in self.slots}) > 1:
+            order = sorted(range(len(self.slots)), key=self.slots.__getitem__)
+        steps = steps.restart({slot: self.paths[row] for slot, row in zip(taken, new, strict=True)}, order)
         if order is not None:
-            self.places, self.lengths = [self.places[at] for at in order], [self.lengths[at] for at in order]
-        self._follow_places()
+            self.slots, self.lengths = [self.slots[at] for at in order], [self.lengths[at] for at in order]
+        self._follow_slots()
         rows = self._on_device(new)
         self._draw(rows, self.start.logits[rows.to(self.start.logits.device)], [0] * len(new))
         self.report.refilled += len(new)
@@ -143,12 +123,12 @@ class Refill:
 
     def _make_room(self, steps: Steps) -> Steps:
         """While memory does not suffice for the next token, let rows that have drawn fewest wait, to begin anew."""
-        while len(self.places) > 1 and not steps.cache.has_room(needed := steps.cache.suffix_length + 1):
+        while len(self.slots) > 1 and not steps.cache.has_room(needed := steps.cache.suffix_length + 1):
             if suffixes_may_grow(steps.cache, needed):
                 break
-            by_length = sorted(range(len(self.places)), key=self.lengths.__getitem__, reverse=True)
+            by_length = sorted(range(len(self.slots)), key=self.lengths.__getitem__, reverse=True)
             stay = set(by_length[: (len(by_length) + 1) // 2])
-            gone = [row for place, row in enumerate(self.places) if place not in stay]
+            gone = [row for slot, row in enumerate(self.slots) if slot not in stay]
             self._begin_anew(gone)
             steps = self._keep(steps, sorted(stay))
         return steps
@@ -161,15 +141,15 @@ class Refill:
         self.drawn[again] = 0
         self.sampler.forget(again)
 
-    def _keep(self, steps: Steps, places: list[int]) -> Steps:
-        steps = steps.select(places)
-        self.places, self.lengths = [self.places[at] for at in places], [self.lengths[at] for at in places]
-        self._follow_places()
+    def _keep(self, steps: Steps, slots: list[int]) -> Steps:
+        steps = steps.select(slots)
+        self.slots, self.lengths = [self.slots[at] for at in slots], [self.lengths[at] for at in slots]
+        self._follow_slots()
         return steps
 
-    def _follow_places(self) -> None:
-        """Write to the device where each place's row is: its number, next column and next position."""
-        self._rows, lengths = self._on_device([self.places, self.lengths])
+    def _follow_slots(self) -> None:
+        """Write to the device where each slot's row is: its number, next column and next position."""
+        self._rows, lengths = self._on_device([self.slots, self.lengths])
         self._columns = self.width + lengths
         self._positions = self.start.positions[self._rows] + lengths - 1
 
@@ -177,15 +157,15 @@ class Refill:
         """Numbers in int64, by a copy for which the host does not wait."""
         return torch.tensor(numbers, dtype=torch.long, device="cpu").to(self.device, non_blocking=True)
 
-    def _grow(self, room: int) -> None:
-        """Make room for `room` tokens of each row."""
-        more = self.pad.expand(len(self.tokens), self.width + room + 1 - self.tokens.shape[1])
+    def _grow(self, capacity: int) -> None:
+        """Let the table hold `capacity` tokens of each row."""
+        more = self.pad.expand(len(self.tokens), self.width + capacity + 1 - self.tokens.shape[1])
         self.tokens = torch.cat([self.tokens, more], dim=1)
         if self.gathered is not None:
             self.gathered = torch.cat([self.gathered, self.gathered.new_zeros(more.shape)], dim=1)
 
     def _draw(self, rows: Tensor, logits: Tensor, lengths: Sequence[int]) -> None:
-        """Draw a token for each unfinished one of these rows, whose places have these `lengths`."""
+        """Draw a token for each unfinished one of these rows, whose slots have these `lengths`."""
         self._longest = max(self._longest, *lengths)
         if self.log_probs is not None:
             self.log_probs.before_draw(logits, self._longest)
@@ -214,13 +194,13 @@ class Refill:
             ids = self.tokens[rows, : self.width + lengths[0]] if sampler.needs_finished_rows else None
             drawn = sampler.draw(logits, rows, ids, before)
             return drawn.tokens, drawn.token_logprobs if recorded else None
-        places_of = defaultdict[int, list[int]](list)  # processors take rows of one length at a time
-        for place, length in enumerate(lengths):
-            places_of[length].append(place)
+        slots_of = defaultdict[int, list[int]](list)  # processors take rows of one length at a time
+        for slot, length in enumerate(lengths):
+            slots_of[length].append(slot)
         tokens = torch.empty_like(rows)
         log_probs = torch.zeros(len(rows), device=rows.device) if recorded else None
-        for length, places in places_of.items():
-            at = torch.tensor(places, device=rows.device)
+        for length, slots in slots_of.items():
+            at = torch.tensor(slots, device=rows.device)
             ids = self.tokens[rows[at], : self.width + length]
             drawn = sampler.draw(logits[at.to(logits.device)], rows[at], ids, before[at])
             tokens[at] = drawn.tokens
@@ -236,98 +216,3 @@ class Refill:
         if self.gathered is not None:
             wave.logprobs = list(self.gathered[:, :longest].unbind(1))
         return wave
-
-
-FIRST_ROOM = 512
-"""Initial capacity in new tokens per row; doubled as needed."""
-
-
-@dataclass
-class Wave:
-    """A batch of rows that decode together.
-
-    Attributes:
-        rows: ``[rows]`` int64: row numbers in the call.
-        tokens: ``[rows, capacity]`` int64: prompts followed by sampled tokens.
-        ends: ``[rows]`` int64: number of sampled tokens when the row finished.
-        drawn: Tokens sampled per row.
-        generator: State of torch's generator before the next draw, or after the last one; None if nothing is drawn
-            with it.
-        scores: Collected scores, one ``[rows, vocabulary]`` per step, if requested.
-        logits: Collected raw logits, likewise.
-        logprobs: Log-probabilities of the sampled tokens under the raw logits, ``[rows]`` fp32 per step, if available.
-    """
-
-    rows: Tensor
-    tokens: Tensor
-    unfinished: Tensor
-    ends: Tensor
-    drawn: int = 0
-    generator: Tensor | None = None
-    scores: list[Tensor] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    logprobs: list[Tensor] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, prompts: Tensor, max_new_tokens: int) -> Wave:
-        rows, width = prompts.shape
-        tokens = prompts.new_empty(rows, width + min(max_new_tokens, FIRST_ROOM))
-        tokens[:, :width] = prompts
-        index = torch.arange(rows, device=prompts.device)
-        return cls(index, tokens, torch.ones_like(index, dtype=torch.bool), torch.zeros_like(index))
-
-    def part(self, rows: slice) -> Wave:
-        return Wave(
-            self.rows[rows],
-            self.tokens[rows].clone(),
-            self.unfinished[rows],
-            self.ends[rows],
-            self.drawn,
-            self.generator,
-            logprobs=[step[rows] for step in self.logprobs],
-        )
-
-    def with_next(self, tokens: Tensor, width: int) -> Tensor:
-        """Write one step's tokens ``[rows]``, made permanent by `commit`; returns ``[rows, length]`` with them."""
-        at = width + self.drawn
-        if at == self.tokens.shape[1]:
-            room = self.tokens.new_empty(len(tokens), self.drawn)
-            self.tokens = torch.cat([self.tokens, room], dim=1)
-        self.tokens[:, at] = tokens
-        return self.tokens[:, : at + 1]
-
-    def commit(self, ended: Tensor | None) -> None:
-        """Commit the step's tokens and mark the rows `ended` (bool ``[rows]``) as finished."""
-        if ended is not None:
-            ends = torch.where(self.unfinished & ended, self.drawn + 1, self.ends)
-            unfinished = self.unfinished & ~ended
-            self.ends, self.unfinished = ends, unfinished
-        self.drawn += 1
-
-    def end(self) -> None:
-        self.ends = torch.where(self.unfinished, self.drawn, self.ends)
-        self.unfinished = torch.zeros_like(self.unfinished)
-
-
-def concatenate(waves: list[Wave], pad: Tensor) -> Wave:
-    """Concatenate waves to one in the call's row order, padded to one length."""
-    drawn = max(wave.drawn for wave in waves)
-    rows = sum(len(wave.rows) for wave in waves)
-    first = waves[0]
-    whole = Wave(
-        torch.arange(rows, device=first.rows.device),
-        pad.expand(rows, first.tokens.shape[1] - first.drawn + drawn).clone(),
-        first.unfinished.new_zeros(rows),
-        first.ends.new_zeros(rows),
-        drawn,
-        max(waves, key=lambda wave: wave.drawn).generator,  # the loop over all rows ends with the last of them
-    )
-    for wave in waves:
-        whole.tokens[wave.rows, : wave.tokens.shape[1]] = wave.tokens
-        whole.ends[wave.rows] = wave.ends
-    if all(len(wave.logprobs) == wave.drawn for wave in waves):
-        whole.logprobs = list(first.logprobs[0].new_zeros(drawn, rows))
-        for wave in waves:
-            for step, logprobs in enumerate(wave.logprobs):
-                whole.logprobs[step][wave.rows] = logprobs
-    return whole

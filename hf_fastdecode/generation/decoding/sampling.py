@@ -1,19 +1,24 @@
-"""Samplers: transformers' own code, and the sampling kernel with settings read from logits processors."""
+"""Samplers: transformers' own code, and the sampling kernel with settings read from logits processors.
+
+`TokenLogProbs` records log-probabilities of what they draw.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -37,19 +42,12 @@ if TYPE_CHECKING:  # it imports triton, which may be missing
 
 
 class Drawn(NamedTuple):
-    """Tokens sampled in one step.
+    """Tokens sampled in one step; scores, logits and log-probabilities if the sampler returns them."""
 
-    Attributes:
-        tokens: ``[rows]`` int64.
-        scores: ``[rows, vocabulary]`` fp32, processed; None if the sampler does not return them.
-        logits: ``[rows, vocabulary]`` fp32, raw; likewise.
-        logprobs: ``[rows]`` fp32: log-probabilities of the tokens under the raw logits; likewise.
-    """
-
-    tokens: Tensor
-    scores: Tensor | None = None
-    logits: Tensor | None = None
-    logprobs: Tensor | None = None
+    tokens: Tensor  # [rows] int64
+    scores: Tensor | None = None  # [rows, vocabulary] fp32, processed
+    logits: Tensor | None = None  # [rows, vocabulary] fp32, raw
+    logprobs: Tensor | None = None  # [rows] fp32, of the tokens under the raw logits
 
     def scatter(self, active: Tensor, rows: int) -> Drawn:
         """Scatter to a batch of `rows` rows at the indices `active`; zeros elsewhere."""
@@ -67,7 +65,7 @@ class Drawn(NamedTuple):
         return self.logits.log_softmax(-1).gather(1, self.tokens[:, None])[:, 0]
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """Samples tokens from logits.
 
     Attributes:
@@ -81,13 +79,10 @@ class Sampler(Protocol):
     """
 
     name: str
-    needs_finished_rows: bool
-    reads_tokens: bool
-    custom: bool
-    needs_all_rows: bool
-    generator_draws: bool
-    refuses_refill: str | None
+    needs_finished_rows = reads_tokens = custom = needs_all_rows = generator_draws = False
+    refuses_refill: str | None = None
 
+    @abstractmethod
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         """Sample a token for each row.
 
@@ -97,11 +92,9 @@ class Sampler(Protocol):
             input_ids: ``[rows, length]`` so far, if `needs_finished_rows`; a `custom` sampler may modify it in place.
             step: Tokens sampled per row before, of every row or of each: ``[rows]`` int64.
         """
-        ...
 
-    def forget(self, rows: Tensor) -> None:
+    def forget(self, rows: Tensor) -> None:  # noqa: B027
         """Forget what these rows, by their numbers in the call, have drawn: they begin anew."""
-        ...
 
 
 # transformers' processors with state between steps, or that call user code.
@@ -112,7 +105,7 @@ _KEEPS_STATE = {
 }
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """transformers' own processors and sampling, operation by operation.
 
     Random draws depend on the number of rows, so finished rows are kept, and where only a part of the call's rows
@@ -144,9 +137,6 @@ class TransformersSampler:
         else:
             tokens = torch.argmax(scores, dim=-1)
         return Drawn(tokens, scores, logits)
-
-    def forget(self, rows: Tensor) -> None:
-        """Nothing is known of a row but its tokens."""
 
     def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
         if len(rows) == self.rows:
@@ -181,7 +171,7 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 _launched: set[tuple[torch.device, torch.dtype, int, Hashable]] = set()
 
 
-class FastSampler:
+class FastSampler(Sampler):
     """The sampling kernel: transformers' distribution without a sort, with other random numbers.
 
     A row's random numbers depend on the seed, its number in the call and the step, not on the other rows. Raises
@@ -193,12 +183,6 @@ class FastSampler:
     """
 
     name = "fast"
-    needs_finished_rows = False
-    reads_tokens = False
-    custom = False
-    needs_all_rows = False
-    generator_draws = False
-    refuses_refill: str | None = None
 
     def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
         from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
@@ -301,50 +285,37 @@ def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: T
     return read_chain(processors, prompt_length=prompts.shape[1])
 
 
-# The order in which generate builds them; those that suppress tokens may come in any order, and several times.
-_ORDER = {
-    RepetitionPenaltyLogitsProcessor: 0,
-    MinLengthLogitsProcessor: 1,
-    MinNewTokensLengthLogitsProcessor: 1,
-    SuppressTokensLogitsProcessor: 1,
-    SuppressTokensAtBeginLogitsProcessor: 1,
-    TemperatureLogitsWarper: 2,
-    TopKLogitsWarper: 3,
-    TopPLogitsWarper: 4,
-    MinPLogitsWarper: 5,
-    TypicalLogitsWarper: 6,
-    LogitNormalization: 7,
+_FIELDS: dict[type, tuple[int, dict[str, str]]] = {
+    RepetitionPenaltyLogitsProcessor: (
+        0,
+        {"repetition_penalty": "penalty", "prompt_ignore_length": "prompt_ignore_length"},
+    ),
+    MinLengthLogitsProcessor: (1, {}),
+    MinNewTokensLengthLogitsProcessor: (1, {}),
+    SuppressTokensLogitsProcessor: (1, {}),
+    SuppressTokensAtBeginLogitsProcessor: (1, {}),
+    TemperatureLogitsWarper: (2, {"temperature": "temperature"}),
+    TopKLogitsWarper: (3, {"top_k": "top_k"}),  # the constructor has already raised it to min_tokens_to_keep
+    TopPLogitsWarper: (4, {"top_p": "top_p"}),
+    MinPLogitsWarper: (5, {"min_p": "min_p"}),
+    TypicalLogitsWarper: (6, {"typical_p": "mass"}),
+    LogitNormalization: (7, {}),  # changes no probability
 }
-
-_FIELDS: dict[type, dict[str, str]] = {
-    RepetitionPenaltyLogitsProcessor: {
-        "repetition_penalty": "penalty",
-        "prompt_ignore_length": "prompt_ignore_length",
-    },
-    TemperatureLogitsWarper: {"temperature": "temperature"},
-    TopKLogitsWarper: {"top_k": "top_k"},  # the constructor has already raised it to min_tokens_to_keep
-    TopPLogitsWarper: {"top_p": "top_p"},
-    MinPLogitsWarper: {"min_p": "min_p"},
-    TypicalLogitsWarper: {"typical_p": "mass"},
-    LogitNormalization: {},  # changes no probability
-}
-"""Fields of `Chain` that are attributes of one processor, by the attributes' names."""
+"""Processors that the kernel applies: the order in which generate builds them (those that suppress tokens may come in
+any order, and repeatedly), and fields of `Chain` that are attributes of one, by the attributes' names."""
 
 _SUPPRESSING = (SuppressTokensLogitsProcessor, SuppressTokensAtBeginLogitsProcessor)
+
+_VALUES = (
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("min_new_tokens", "begin_step"),
+)
+"""Fields of `Chain` that the kernel reads from the device."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Parameters of a list of logits processors; absent processors have neutral values.
-
-    Attributes:
-        prompt_ignore_length: Leading tokens of each row exempt from the penalty: one number, one per row, or None.
-        min_new_tokens: Minimum new tokens before an end token is allowed.
-        eos_token_ids: The end tokens suppressed until then.
-        suppressed: ``[any]``: tokens that are never drawn, or None. They stay on the device, which is not waited for.
-        suppressed_at_begin: ``[any]``: tokens that are not drawn at step `begin_step`, or None.
-        begin_step: That step, by the tokens drawn before it; -1 if it is no step of the call.
-    """
+    """Parameters of a list of logits processors; absent processors have neutral values."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -352,12 +323,12 @@ class Chain:
     min_p: float = 0.0
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
-    prompt_ignore_length: int | Tensor | None = None
-    min_new_tokens: int = 0
-    eos_token_ids: tuple[int, ...] = ()
-    suppressed: Tensor | None = None
-    suppressed_at_begin: Tensor | None = None
-    begin_step: int = -1
+    prompt_ignore_length: int | Tensor | None = None  # leading tokens exempt from the penalty, of each row or of all
+    min_new_tokens: int = 0  # before an end token is allowed
+    eos_token_ids: tuple[int, ...] = ()  # the end tokens suppressed until then
+    suppressed: Tensor | None = None  # [any]: tokens never drawn; they stay on the device, which is not waited for
+    suppressed_at_begin: Tensor | None = None  # [any]: tokens that are not drawn at step `begin_step`
+    begin_step: int = -1  # by the tokens drawn before it; -1 if it is no step of the call
 
     def settings(self, device: torch.device | str, vocab: int, *, greedy: bool = False, seed: int = 0) -> Settings:
         """Kernel settings for this chain and logits of a vocabulary.
@@ -376,17 +347,7 @@ class Chain:
             penalty=self.repetition_penalty != 1,
             eos_token_ids=self.eos_token_ids,
             suppressed=marks,
-            values={
-                "temperature": self.temperature,
-                "top_k": self.top_k,
-                "top_p": self.top_p,
-                "min_p": self.min_p,
-                "typical_p": self.typical_p,
-                "repetition_penalty": self.repetition_penalty,
-                "min_new_tokens": self.min_new_tokens,
-                "begin_step": self.begin_step,
-                "seed": seed,
-            },
+            values={name: getattr(self, name) for name in _VALUES} | {"seed": seed},
         )
 
 
@@ -417,17 +378,17 @@ def read_chain(processors: LogitsProcessorList, *, prompt_length: int) -> Chain:
             tokens = _with(values.get("suppressed_at_begin"), processor.begin_suppress_tokens)
             values["suppressed_at_begin"], values["begin_step"] = tokens, begin
         else:
-            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind].items()}
+            values |= {field: getattr(processor, name) for field, name in _FIELDS[kind][1].items()}
     return Chain(**values)
 
 
 def _check_place(processor: Any, last: Any) -> None:
     """Raise `Unsupported` for a processor that the kernel does not apply, or not after `last`."""
     kind, name = type(processor), type(processor).__name__
-    if kind not in _ORDER:
+    if kind not in _FIELDS:
         raise Unsupported(f"{name} is not among the processors that the kernel applies")
     again = kind is type(last) and kind not in _SUPPRESSING
-    if last is not None and (_ORDER[kind] < _ORDER[type(last)] or again):
+    if last is not None and (_FIELDS[kind][0] < _FIELDS[type(last)][0] or again):
         raise Unsupported(f"{name} comes after {type(last).__name__}, which is not the order of generate")
     if getattr(processor, "filter_value", -math.inf) != -math.inf:
         raise Unsupported(f"{name} has filter_value={processor.filter_value}; the kernel only removes tokens (-inf)")
@@ -450,3 +411,90 @@ def _read_least(values: dict[str, Any], processor: Any, prompt_length: int) -> N
 
 def _with(known: Tensor | None, more: Tensor) -> Tensor:
     return more if known is None else torch.cat([known, more.to(known)])
+
+
+class NotFiniteError(ArithmeticError):
+    """Raised for NaN logits, from which no token can be sampled."""
+
+
+class TokenLogProbs(LogitsProcessor):
+    """Records the raw log-probability of every token sampled by a `generate` call.
+
+    Gives the same numbers as ``output_logits=True``, which keeps ``rows * vocabulary`` logits per step, but keeps one
+    number per row and step and allows compaction of finished rows. Pass it to one call as
+    ``logits_processor=[log_probs]``, then call `of`:
+
+        log_probs = hf_fastdecode.TokenLogProbs()
+        sequences = model.generate(**inputs, logits_processor=[log_probs])
+        log_probs.of(sequences[:, inputs["input_ids"].shape[1]:])
+
+    In stock calls it is an ordinary processor and sees the output of earlier ones: `generate` places its processors
+    for repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after.
+
+    Args:
+        on_step: Called at each step with the number of tokens sampled before.
+    """
+
+    def __init__(self, on_step: Callable[[int], None] = lambda drawn: None):
+        self.on_step = on_step
+        self._drawn: list[Tensor] = []  # [rows, 1] or [rows, steps] each
+        self._latest: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record the logits ``[rows, vocabulary]`` and return them unchanged.
+
+        Raises:
+            NotFiniteError: One is NaN at the first step; `of` checks later steps, since a check waits for the GPU.
+        """
+        self._note(input_ids[:, -1:])
+        self.before_draw(scores, len(self._drawn))
+        self._latest = scores.float().log_softmax(-1)
+        return scores
+
+    def before_draw(self, logits: Tensor, drawn: int) -> None:
+        """Report a step, and check the first step's logits.
+
+        Args:
+            logits: ``[rows, vocabulary]``.
+            drawn: Tokens sampled per row before.
+
+        Raises:
+            NotFiniteError: One is NaN at the first step.
+        """
+        if drawn == 0 and bool(logits.isnan().any()):
+            raise NotFiniteError
+        self.on_step(drawn)
+
+    def take(self, log_probs: Tensor) -> None:
+        """Set ``[rows, steps]`` float32 log-probabilities gathered by a decoding loop."""
+        self._drawn, self._latest = [log_probs], None
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities of the tokens that the call sampled.
+
+        Args:
+            tokens: ``[rows, steps]`` int64: the output of `generate` without the prompts.
+
+        Returns:
+            ``[rows, steps]`` float32, natural logarithm; undefined after a row's end token or stop.
+
+        Raises:
+            NotFiniteError: One is NaN.
+            ValueError: The call sampled fewer tokens, or other rows.
+        """
+        if self._latest is not None and sum(part.shape[1] for part in self._drawn) < tokens.shape[1]:
+            self._note(tokens[:, -1:])  # unless the GPU ran an extra step, which generate dropped
+        found = torch.cat(self._drawn, dim=1) if self._drawn else tokens.new_empty(*tokens.shape[:1], 0).float()
+        if len(found) != len(tokens) or found.shape[1] < tokens.shape[1]:
+            raise ValueError(
+                f"got tokens of shape {tuple(tokens.shape)}, and log-probabilities of shape {tuple(found.shape)} were "
+                "gathered; pass what generate returned without the prompts, and a new TokenLogProbs to each call"
+            )
+        found = found[:, : tokens.shape[1]]
+        if bool(found.isnan().any()):
+            raise NotFiniteError
+        return found
+
+    def _note(self, tokens: Tensor) -> None:
+        if self._latest is not None:
+            self._drawn.append(self._latest.gather(1, tokens.to(self._latest.device)))

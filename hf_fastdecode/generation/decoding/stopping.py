@@ -1,11 +1,13 @@
-"""Stopping criteria, split into host-side counts, device-side end tokens, and user code."""
+"""The ends of rows: criteria, split into host-side counts, device-side end tokens and user code, and who decides."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections import deque
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,11 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+
+from ...cache.shared import SharedContextCache
+from ...parallel.ranks import NoRoomError, Ranks
+from .sampling import Drawn
+from .waves import suffixes_may_grow
 
 
 class HostStoppingCriteria(StoppingCriteria):
@@ -151,16 +158,16 @@ class FinishedRowPoller:
         self.device = device
         self.is_async = device.type == "cuda" and not synchronous
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-        self._states: deque[tuple[int, Tensor]] | None = None
+        self._generators: deque[tuple[int, Tensor]] | None = None
         if self.is_async and draws:
-            self._states = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
+            self._generators = deque(maxlen=2 * _STEPS_BETWEEN_POLLS + 2)
 
     def poll(self, mask: Tensor, step: int) -> Tensor | None:
         """Return the mask of unfinished rows on the host, possibly some steps old; None between polls."""
         if not self.is_async:
             return mask.cpu()
-        if self._states is not None:
-            self._states.append((step, torch.cuda.get_rng_state(self.device)))
+        if self._generators is not None:
+            self._generators.append((step, torch.cuda.get_rng_state(self.device)))
         if step % _STEPS_BETWEEN_POLLS:
             return None
         known = None
@@ -175,6 +182,63 @@ class FinishedRowPoller:
         return known
 
     def restore_generator(self, step: int) -> None:
-        for known, state in self._states or ():
+        for known, state in self._generators or ():
             if known == step:
                 torch.cuda.set_rng_state(state, self.device)
+
+
+class Ends(NamedTuple):
+    """The end of a step."""
+
+    tokens: Tensor  # [rows] int64: the step's, with the pad token in finished rows
+    rows: Tensor | None  # bool [rows]: rows that end; None without such criteria
+    all: bool
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """How a loop runs, as the processes of the model have agreed."""
+
+    ranks: Ranks
+    fit: int  # rows that fit in memory at once
+    can_compact: bool  # finished rows leave: there is a pad token, no returned cache, and no custom processor
+    splits: bool  # rows may decode apart: no streamer, custom processor or criterion sees all of them at every step
+    polls_late: bool  # not at every step: no custom code sees undone steps, and no time limit counts device time
+    ends_alike: bool  # all processes see rows end alike; else rank 0 decides
+    drops_logprobs: bool  # log-probabilities are returned nowhere
+
+    def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
+        """A step of rank 0's tokens, and its ends where others could see them differently; one collective.
+
+        Args:
+            end: Writes the tokens and asks criteria, on all processes: code of the user's counts calls.
+        """
+        leads = not self.ends_alike and self.ranks.rank == 0
+        ends = end(drawn) if leads else None
+        sent = {"tokens": drawn.tokens}
+        if drawn.logprobs is not None and not self.drops_logprobs:
+            sent["logprobs"] = drawn.logprobs
+        if not self.ends_alike:
+            rows = None if ends is None else ends.rows
+            sent["rows"] = torch.zeros_like(unfinished) if rows is None else rows
+            sent["all"] = torch.tensor([ends is not None and ends.all], device="cpu")
+        found = dict(zip(sent, self.ranks.first(*sent.values()), strict=True))
+        if ends is None:
+            ends = end(drawn._replace(tokens=found["tokens"], logprobs=found.get("logprobs", drawn.logprobs)))
+            if not self.ends_alike:
+                ends = ends._replace(rows=found["rows"], all=bool(found["all"]))
+        return ends
+
+    def reserve(self, cache: SharedContextCache, *, counted: bool) -> None:
+        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short.
+
+        Args:
+            counted: Whether free memory decides, before an allocation fails.
+        """
+        needed = cache.suffix_length + 1
+        if cache.has_room(needed):
+            return
+        with self.ranks.together():
+            if counted and not suffixes_may_grow(cache, needed):
+                raise NoRoomError("the memory does not suffice for the next tokens")
+            cache.reserve(needed)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator
-from functools import partial
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..._compat import EXPERTS_FIELD, uncompiled_call
+from ..._compat import EXPERTS_FIELD
 from ...kernels.device import interpreted
 from ...kernels.experts import reference
 from ...kernels.experts.api import experts, grouped_experts, largest, route
@@ -40,11 +39,11 @@ from ...kernels.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .gated import products_here
-from .trial import FusedKind, function_key, is_plain, names_in, random, runs_fused, settings, twin
+from .trial import FusedKind, by_kernel, close, function_key, is_plain, names_in, random, runs_fused, settings, twin
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
-"""Of tokens: large numbers show limits of gates."""
+"""Scales of tokens: large elements show limits of gates."""
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
@@ -54,13 +53,7 @@ _OF_TRANSFORMERS = (_GROUPED, "batched_mm")
 
 
 class Form(NamedTuple):
-    """What a module computes.
-
-    Attributes:
-        transposed: As of `Weights`.
-        interleaved: Likewise.
-        gate: What stands between the products.
-    """
+    """The formula of a module, of whose weights `transposed` and `interleaved` are as of `Weights`."""
 
     transposed: bool
     interleaved: bool
@@ -73,15 +66,14 @@ def may_be(module: type[nn.Module]) -> bool:
 
 def key(module: nn.Module) -> Hashable | None:
     flags = tuple(getattr(module, name, None) for name in _FLAGS)
-    gated, biased, normed, _, _, parallel = flags
+    gated, biased, normed, _, _, split = flags
     names = _WEIGHTS | (_BIASES if biased else set())
-    if not gated or normed or parallel or module._parameters.keys() != names or module._buffers:
+    if not gated or normed or split or module._parameters.keys() != names or module._buffers:
         return None
     activation = module._modules.get("act_fn", vars(module).get("act_fn"))
     if module._modules.keys() - {"act_fn"} or (isinstance(activation, nn.Module) and not is_plain(activation)):
         return None
-    of_module = settings(module)
-    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    of_module, of_activation = settings(module), settings(activation)
     if of_module is None or (activation is not None and of_activation is None):
         return None
     own: Any = type(module)
@@ -103,38 +95,28 @@ def form_of(module: nn.Module) -> Form | None:
     x = random(_ROWS, _HIDDEN, seed=6, dtype=torch.float32) * _SCALES
     shares, chosen = random(_ROWS, _COUNT, seed=7, dtype=torch.float32).topk(2)
     weights = _weights(small, transposed=transposed, interleaved=interleaved)
-    numbers = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
-    numbers = torch.cat((numbers, numbers * max(_own(module, _LIMITS, 1.0))))
-    opened = small._apply_gate(numbers)
-    fits = (gate for gate in _gates(module) if _close(opened, reference.opened(numbers, weights, gate)))
+    inputs = random(_ROWS, 2 * _INNER, seed=8, dtype=torch.float32) * _SCALES
+    inputs = torch.cat((inputs, inputs * max(_own(module, _LIMITS, 1.0))))
+    opened = small._apply_gate(inputs)
+    fits = (gate for gate in _gates(module) if close(opened, reference.opened(inputs, weights, gate)))
     if (gate := next(fits, None)) is None:
         return None
     found = inspect.unwrap(type(module).forward)(small, x, chosen, shares)
     expected = reference.experts(x, weights, chosen, shares, gate)
-    return Form(transposed, interleaved, gate) if _close(found, expected) else None
+    return Form(transposed, interleaved, gate) if close(found, expected) else None
 
 
-def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Any:
-    own = vars(getattr(module, "config", None) or object)
-    implementation = own.get(EXPERTS_FIELD)
-    if implementation not in _OF_TRANSFORMERS or not is_plain(module) or len(args) != 3 or kwargs:
-        return uncompiled_call(module, *args, **kwargs)
+def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | None:
+    implementation = vars(getattr(module, "config", None) or object).get(EXPERTS_FIELD)
+    if implementation not in _OF_TRANSFORMERS or len(args) != 3 or kwargs or not runs_fused(args[0]):
+        return None
     x, chosen, shares = args
-    if not runs_fused(x):
-        return uncompiled_call(module, *args)
     weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
-    try:
-        if fuses_products() and refusal(x, weights, chosen, shares) is None:
-            return experts(x, weights, chosen, shares, form.gate)
-        if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:
-            return grouped_experts(x, weights, chosen, shares, form.gate)
-    except KernelFailedError:
-        pass
-    return uncompiled_call(module, *args)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    if fuses_products() and refusal(x, weights, chosen, shares) is None:
+        return experts(x, weights, chosen, shares, form.gate)
+    if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:
+        return grouped_experts(x, weights, chosen, shares, form.gate)
+    return None
 
 
 def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
@@ -150,7 +132,7 @@ def _weights(module: Any, *, transposed: bool, interleaved: bool) -> Weights:
 
 
 def _gates(module: nn.Module) -> Iterator[Gate]:
-    """What may stand between the products, with the module's own numbers."""
+    """Gates that may stand between the products, with the module's own limits and factors."""
     limits, alphas = _own(module, _LIMITS, inf), _own(module, _ALPHAS, 1.0)
     for activation, limit, offset in product(Activation, limits, (0.0, 1.0)):
         for alpha in alphas if activation is Activation.SILU else (1.0,):
@@ -163,7 +145,7 @@ def _own(module: nn.Module, names: tuple[str, ...], default: float) -> set[float
     return {default, *(number for number in own if type(number) in (int, float))}
 
 
-EXPERTS = FusedKind("mixtures of experts", may_be, key, form_of, lambda module, form: partial(_run, module, form))
+EXPERTS = FusedKind("mixtures of experts", may_be, key, form_of, by_kernel(_run))
 
 
 def _router_may_be(module: type[nn.Module]) -> bool:
@@ -197,38 +179,22 @@ def _router_form_of(module: nn.Module) -> Routing | None:
     for first, whole in product((False, True), repeat=2):
         routing = Routing(count, first, whole)
         expected = reference.route(x, parts["weight"], parts.get("bias"), routing)
-        if all(_same(one, other) for one, other in zip(found, expected, strict=True)):
+        if all(close(one, other, rtol=1e-2) for one, other in zip(found, expected, strict=True)):
             return routing
     return None
 
 
 def _run_router(module: nn.Module, routing: Routing, *args: Any, **kwargs: Any) -> Any:
-    products = products_here()
-    if products is None or not fuses_products() or len(args) != 1 or kwargs or not is_plain(module):
-        return uncompiled_call(module, *args, **kwargs)
-    x, weight, bias = args[0], module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None or not runs_fused(x):
-        return uncompiled_call(module, x)
-    rows = x.reshape(-1, x.shape[-1])
-    if routing_refusal(rows, weight, bias, routing) is not None:
-        return uncompiled_call(module, x)
-    try:
-        return route(rows, weight, bias, routing, products.counters(x.device))
-    except KernelFailedError:
-        return uncompiled_call(module, x)
+    products, weight, bias = products_here(), module._parameters.get("weight"), module._parameters.get("bias")
+    if products is None or not fuses_products() or len(args) != 1 or kwargs or weight is None:
+        return None
+    rows = args[0].reshape(-1, args[0].shape[-1])
+    if not runs_fused(args[0]) or routing_refusal(rows, weight, bias, routing) is not None:
+        return None
+    return route(rows, weight, bias, routing, products.counters(rows.device))
 
 
-def _same(found: Any, expected: torch.Tensor) -> bool:
-    return (
-        isinstance(found, torch.Tensor)
-        and (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        and torch.allclose(found, expected, rtol=1e-2, atol=1e-3)
-    )
-
-
-ROUTERS = FusedKind(
-    "routers", _router_may_be, _router_key, _router_form_of, lambda module, form: partial(_run_router, module, form)
-)
+ROUTERS = FusedKind("routers", _router_may_be, _router_key, _router_form_of, by_kernel(_run_router))
 
 
 _DTYPES = (*HALF_PRECISION, torch.float32)
@@ -250,7 +216,7 @@ class LargestOfFew(TorchFunctionMode):
 def _served(
     input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, *, out: Any = None
 ) -> tuple[Tensor, int] | None:
-    """What the kernel takes; None where it does not serve the call."""
+    """The kernel's arguments; None where it does not serve the call."""
     if type(input) is not Tensor or type(k) is not int or not largest or out is not None:
         return None
     if input.dim() != 2 or dim not in (1, -1) or not input.is_contiguous() or input.dtype not in _DTYPES:

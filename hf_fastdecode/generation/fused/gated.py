@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -20,23 +20,11 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation, gated
 from ...kernels.row_products.config import refusal
-from .trial import (
-    TRIED_IN,
-    FusedKind,
-    function_key,
-    is_plain,
-    linear,
-    matching,
-    names_in,
-    random,
-    runs_fused,
-    settings,
-    twin,
-)
+from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
 
 _WIDTH, _HIDDEN = 32, 48
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
-"""Of tokens: large numbers show limits of activations."""
+"""Scales of tokens: large elements show limits of activations."""
 _APART, _TOGETHER = frozenset({"gate_proj", "up_proj", "down_proj"}), frozenset({"gate_up_proj", "down_proj"})
 _ACTIVATIONS = ("act_fn", "activation_fn")
 
@@ -49,8 +37,7 @@ def key(module: nn.Module) -> Hashable | None:
     names, activation = module._modules.keys() - _ACTIVATIONS, _activation(module)
     if names not in (_APART, _TOGETHER) or module._parameters or module._buffers or not _may_be_replaced(activation):
         return None
-    of_module = settings(module)
-    of_activation = settings(activation) if isinstance(activation, nn.Module) else function_key(activation)
+    of_module, of_activation = settings(module), settings(activation)
     if of_module is None or of_activation is None:
         return None
     return of_module, frozenset(names), of_activation
@@ -71,10 +58,6 @@ def form_of(module: nn.Module) -> Activation | None:
     return matching(found, forms)
 
 
-def _replacement(module: nn.Module, activation: Activation) -> Any:
-    return partial(_run, module, activation, _activation(module))
-
-
 def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     plain = is_plain(module) and _activation(module) is own and _may_be_replaced(own)
     if args or kwargs or not runs_fused(x) or not plain:
@@ -93,7 +76,7 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
 
 
 def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | None:
-    """What `down_proj` takes, computed in one launch; None where projections are not plain or rows are many."""
+    """The input of `down_proj`, computed in one launch; None where projections are not plain or rows are many."""
     products = products_here()
     gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
     if products is None or not (is_linear(gate) and is_linear(up)):
@@ -119,7 +102,9 @@ def _activation(module: nn.Module) -> Any:
     return next(filter(None, found), None)
 
 
-GATED = FusedKind("gated activations", may_be, key, form_of, _replacement)
+GATED = FusedKind(
+    "gated activations", may_be, key, form_of, lambda module, form: partial(_run, module, form, _activation(module))
+)
 
 
 class RowProducts:
@@ -134,7 +119,7 @@ class RowProducts:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Context in which `row_products` returns these."""
+        """Context in which `products_here` returns these."""
         token = _active.set(self)
         try:
             yield
@@ -145,14 +130,13 @@ class RowProducts:
         self, inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     ) -> list[Tensor] | None:
         """`F.linear` of one input by several weights; None where the kernel does not serve them."""
-        if not _served(inputs, weights, biases):
+        if refusal(inputs, weights, biases) is not None:
             return None
         from ...kernels.row_products.api import row_products
 
-        try:
+        with suppress(KernelFailedError):
             return row_products(inputs, weights, biases, self.counters(inputs.device))
-        except KernelFailedError:
-            return None
+        return None
 
     def gated(
         self,
@@ -162,14 +146,13 @@ class RowProducts:
         activation: Activation,
     ) -> Tensor | None:
         """``activation(F.linear(inputs, gate)) * F.linear(inputs, up)``; None where the kernel does not serve them."""
-        if not _served(inputs, weights, biases) or weights[0].shape != weights[1].shape:
+        if refusal(inputs, weights, biases) is not None or weights[0].shape != weights[1].shape:
             return None
         from ...kernels.row_products.api import gated_product
 
-        try:
+        with suppress(KernelFailedError):
             return gated_product(inputs, *weights, biases, activation, self.counters(inputs.device))
-        except KernelFailedError:
-            return None
+        return None
 
     def counters(self, device: torch.device) -> Tensor | None:
         """Arrival counters of launches on the current stream; None without a GPU."""
@@ -188,9 +171,5 @@ _active: ContextVar[RowProducts | None] = ContextVar("hf_fastdecode_products", d
 
 
 def products_here() -> RowProducts | None:
-    """Those of this thread's pass, if any."""
+    """The products of this thread's pass, if any."""
     return _active.get()
-
-
-def _served(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    return refusal(inputs, weights, biases) is None

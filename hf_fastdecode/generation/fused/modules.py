@@ -13,8 +13,9 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.own_code import stand_ins_of
+from ...instance_methods import Change
 from ...kernels.device import triton_is_installed
-from ..interception.switches import ReplacedCall, replaced_calls
+from ..interception.switches import replaced_calls
 from .experts import EXPERTS, ROUTERS
 from .gated import GATED
 from .norms import GATED_NORMS, NORMS
@@ -52,9 +53,9 @@ class FusedModules:
         return [self._every[one.number] for one in self.found]
 
     @cached_property
-    def _calls(self) -> list[ReplacedCall]:
+    def _calls(self) -> list[Change]:
         return [
-            ReplacedCall(module, COMPILED_CALL, one.kind.replacement(module, one.form))
+            Change(module, COMPILED_CALL, one.kind.replacement(module, one.form))
             for module, one in zip(self.modules, self.found, strict=True)
         ]
 
@@ -73,12 +74,8 @@ class FusedModules:
         if _all_have_hooks():
             yield
             return
-        replaced_calls.enter(self._calls)
-        try:
-            with fused_here():
-                yield
-        finally:
-            replaced_calls.leave(self._calls)
+        with replaced_calls.on(self._calls), fused_here():
+            yield
 
 
 class Found(NamedTuple):

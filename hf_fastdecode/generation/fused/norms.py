@@ -10,24 +10,21 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..._compat import uncompiled_call
-from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm, rms_norm
-from .trial import TRIED_IN, FusedKind, is_plain, matching, random, runs_fused, settings, twin
+from .trial import TRIED_IN, FusedKind, by_kernel, matching, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
 _COLUMNS = 96
 
 _SCALES = torch.tensor([1, 0.1, 0.01, 0.001] * 2, dtype=TRIED_IN, device="cpu")[:, None]
-"""Of rows: small ones show where an epsilon is added."""
+"""Scales of rows: small ones show where an epsilon is added."""
 
 
 def may_be(module: type[nn.Module]) -> bool:
@@ -52,7 +49,7 @@ def form_of(module: nn.Module) -> NormForm | None:
     return matching(found, ((form, reference.rms_norm(x, weight, eps, form)) for form in NormForm))
 
 
-def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     sums, weight, eps = waiting_sums(), module._parameters.get("weight"), eps_of(module)
     waits = sums is not None and sums.waits(x)
     # Of queries and keys of many tokens, which models transpose first: [batch, heads, length, head_dim]. A sum that
@@ -61,7 +58,6 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     if (
         args
         or kwargs
-        or not is_plain(module)
         or type(weight) is not nn.Parameter
         or eps is None
         or not runs_fused(x)
@@ -71,16 +67,13 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         or weight.shape[0] > MOST_COLUMNS
         or (form is NormForm.ROUNDED and weight.dtype != x.dtype)
     ):
-        return uncompiled_call(module, x, *args, **kwargs)
-    try:
-        if sums is not None and waits:
-            with sums.taken() as (first, plus):
-                return rms_norm(first, weight, eps, form, plus)
-        if transposed:
-            return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
-        return rms_norm(x, weight, eps, form)
-    except (ValueError, KernelFailedError):  # a weight that is not contiguous, or no kernel
-        return uncompiled_call(module, x)
+        return None
+    if sums is not None and waits:
+        with sums.taken() as (first, plus):
+            return rms_norm(first, weight, eps, form, plus)
+    if transposed:
+        return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
+    return rms_norm(x, weight, eps, form)
 
 
 def eps_of(module: nn.Module) -> float | None:
@@ -105,41 +98,22 @@ def _gated_form_of(module: nn.Module) -> GatedNormForm | None:
     eps, group = eps_of(module), vars(module).get(_GROUP)
     assert eps is not None
     columns = 2 * group if group else _COLUMNS
-    x, gate, weight = (
-        random(*shape, seed=seed) for seed, shape in enumerate(((5, columns), (5, columns), (columns,)))
-    )
-    small = twin(module, weight=weight)
-    found = type(module).forward(small, x, gate)
-    forms = (
-        (form, reference.gated_rms_norm(x, gate, weight.to(TRIED_IN), eps, form, group=group))
-        for form in GatedNormForm
-    )
-    return matching(found, forms)
+    x, gate, weight = random(5, columns, seed=0), random(5, columns, seed=1), random(columns, seed=2)
+    found, given = type(module).forward(twin(module, weight=weight), x, gate), (x, gate, weight, eps)
+    return matching(found, ((form, reference.gated_rms_norm(*given, form, group=group)) for form in GatedNormForm))
 
 
-def _run_gated(module: nn.Module, form: GatedNormForm, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _run_gated(module: nn.Module, form: GatedNormForm, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     weight, eps, gate = module._parameters.get("weight"), eps_of(module), args[0] if args else kwargs.get("gate")
-    if (
-        len(args) + len(kwargs) != 1
-        or type(gate) is not Tensor
-        or not is_plain(module)
-        or type(weight) is not nn.Parameter
-        or eps is None
-        or not runs_fused(x)
-        or gate.device != x.device
-        or weight.device != x.device
-    ):
-        return uncompiled_call(module, x, *args, **kwargs)
-    try:
-        return gated_rms_norm(x, gate, weight, eps, form, group=vars(module).get(_GROUP))
-    except (ValueError, KernelFailedError):
-        return uncompiled_call(module, x, *args, **kwargs)
+    if len(args) + len(kwargs) != 1 or type(gate) is not Tensor or type(weight) is not nn.Parameter or eps is None:
+        return None
+    if not runs_fused(x) or gate.device != x.device or weight.device != x.device:
+        return None
+    return gated_rms_norm(x, gate, weight, eps, form, group=vars(module).get(_GROUP))
 
 
-NORMS = FusedKind("norms", may_be, key, form_of, lambda module, form: partial(_run, module, form))
-GATED_NORMS = FusedKind(
-    "gated norms", _gated_may_be, _gated_key, _gated_form_of, lambda module, form: partial(_run_gated, module, form)
-)
+NORMS = FusedKind("norms", may_be, key, form_of, by_kernel(_run))
+GATED_NORMS = FusedKind("gated norms", _gated_may_be, _gated_key, _gated_form_of, by_kernel(_run_gated))
 
 
 _SUMS = (torch.add, Tensor.add, Tensor.__add__)

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import RotaryForm, rotate
 from .trial import (
     TRIED_IN,
     FusedKind,
+    by_copy,
     calling,
     function_key,
     global_named,
-    is_plain,
     matching,
     names_in,
     random,
@@ -66,20 +65,6 @@ def form_of(module: nn.Module) -> Forms | None:
     return forms or None
 
 
-def _replacement(module: nn.Module, forms: Forms) -> Any:
-    forward = type(module).forward
-    copied = calling(forward, {_NAME: partial(_rotate, global_named(_NAME, forward), forms)})
-    assert copied is not None  # for `form_of` made one
-    return partial(_run, module, copied)
-
-
-def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    hidden = kwargs.get("hidden_states", args[0] if args else None)
-    if not isinstance(hidden, Tensor) or not runs_fused(hidden) or not is_plain(module):
-        return uncompiled_call(module, *args, **kwargs)
-    return forward(module, *args, **kwargs)
-
-
 def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 4 and not kwargs and all(type(one) is Tensor for one in args):
         queries, keys, cos, sin = args
@@ -99,4 +84,8 @@ def _joined(pair: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat(pair, dim=1)
 
 
-ROTARY = FusedKind("rotary embeddings", may_be, key, form_of, _replacement)
+def _others(forward: Callable[..., Any], forms: Forms) -> dict[str, Callable[..., Any]]:
+    return {_NAME: partial(_rotate, global_named(_NAME, forward), forms)}
+
+
+ROTARY = FusedKind("rotary embeddings", may_be, key, form_of, by_copy(_others))

@@ -21,13 +21,15 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..._compat import torch_function, uncompiled_call
+from ..._compat import torch_function
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, scan
 from .trial import (
     FusedKind,
+    by_copy,
     calling,
+    close,
     function_key,
     global_named,
     is_plain,
@@ -66,18 +68,11 @@ def with_torch_functions(forward: Any, names: frozenset[str]) -> Callable[..., A
     return copied
 
 
-def _replacement(module: nn.Module, names: frozenset[str]) -> Any:
-    forward = type(module).forward
-    copied = calling(forward, {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names})
-    assert copied is not None  # for `form_of` made one
-    return partial(_run, module, copied)
+def _others(forward: Callable[..., Any], names: frozenset[str]) -> dict[str, Callable[..., Any]]:
+    return {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names}
 
 
-def _run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    hidden = args[0] if args else kwargs.get("hidden_states")
-    if not isinstance(hidden, Tensor) or hidden.shape[1:-1] != (1,) or not runs_fused(hidden) or not is_plain(module):
-        return uncompiled_call(module, *args, **kwargs)
-    return forward(module, *args, **kwargs)
+_replacement = by_copy(_others, serves=lambda hidden: hidden.shape[1:-1] == (1,))
 
 
 def _convolve(
@@ -162,12 +157,11 @@ def _scan(
 _ROWS, _CHANNELS, _HEADS, _WIDTH, _SIZE = 3, 12, 4, 8, 16
 
 
+_close = partial(close, atol=1e-4)
+
+
 def _numbers(*shape: int, seed: int) -> Tensor:
     return random(*shape, seed=seed, dtype=torch.float32)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-3, atol=1e-4)
 
 
 def _convolves(own: Callable[..., Any]) -> bool:
@@ -255,11 +249,8 @@ def _net_form_of(module: nn.Module) -> frozenset[str] | None:
     found = with_torch_functions(type(module).forward, names)(small, x, cache)
     expected = _step(small, x, *held, _convolve_by_reference, _delta_rule_by_reference)
     after = layer.conv_states[0], layer.recurrent_states[0]
-    same = all(
-        one.shape == two.shape and torch.allclose(one, two, rtol=1e-3, atol=1e-4)
-        for one, two in zip((found, *after), (expected, *held), strict=True)
-    )
-    return names if same else None
+    same = map(_close, (found, *after), (expected, *held))
+    return names if all(same) else None
 
 
 def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

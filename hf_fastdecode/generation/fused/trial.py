@@ -1,4 +1,4 @@
-"""What the kinds of fused modules share: trials of a model's code, copies of it, and when a kernel runs in its place.
+"""Trials of a model's code, copies of it, and when a kernel runs in its place: what kinds of fused modules share.
 
 A trial runs code of a model on random numbers, to find whether it computes a known formula. Code around such a formula
 is copied: a function that a model's file defines is a global name of that file, and a copy of a module's ``forward``
@@ -9,10 +9,10 @@ module is unchanged is asked at every call, since hooks and methods may be put o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ref
@@ -20,6 +20,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..._compat import setting, uncompiled_call
+from ...kernels.failures import KernelFailedError
 from ..interception.switches import own_method
 from ..snapshot import attributes
 
@@ -43,21 +45,57 @@ TRIED_IN = torch.bfloat16
 
 
 class FusedKind(NamedTuple):
-    """One kind of modules, such as norms, that kernels can compute.
+    """One kind of modules, such as norms, that kernels can compute."""
 
-    Attributes:
-        what: The name of such modules in reports.
-        may_be: Whether modules of a class may be of this kind: a quick look, before each is tried.
-        key: What tells modules apart that compute differently; None for a module of other parts.
-        form_of: The form of the known formula that a module computes, by a trial; None if it computes another.
-        replacement: What is called in place of a module's ``forward``, with its arguments.
+    what: str  # the name of such modules in reports
+    may_be: Callable[[type[nn.Module]], bool]  # a quick look at a class, before each module of it is tried
+    key: Callable[[nn.Module], Hashable | None]  # tells apart what computes differently; None for other parts
+    form_of: Callable[[nn.Module], Any]  # the form of the known formula, by a trial; None if it is another one
+    replacement: Callable[[nn.Module, Any], Any]  # what is called in place of a module's forward, with its arguments
+
+
+def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
+    """Replacements of `FusedKind` by a kernel; where it does not serve a call or fails, the module's own code runs.
+
+    Args:
+        run: Called with the module, its form and what ``forward`` is given; None where the kernel does not serve that.
     """
 
-    what: str
-    may_be: Callable[[type[nn.Module]], bool]
-    key: Callable[[nn.Module], Hashable | None]
-    form_of: Callable[[nn.Module], Any]
-    replacement: Callable[[nn.Module, Any], Any]
+    def call(module: nn.Module, form: Any, *args: Any, **kwargs: Any) -> Any:
+        found = None
+        if is_plain(module):
+            with suppress(ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+                found = run(module, form, *args, **kwargs)
+        return uncompiled_call(module, *args, **kwargs) if found is None else found
+
+    return lambda module, form: partial(call, module, form)
+
+
+def by_copy(
+    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]],
+    serves: Callable[[Tensor], bool] = lambda hidden: True,
+) -> Callable[[nn.Module, Any], Any]:
+    """Replacements of `FusedKind` by a copy of ``forward``, in which names are `others`, see `calling`.
+
+    Args:
+        others: Given ``forward`` and the module's form.
+        serves: Whether the copy runs for these hidden states; otherwise the module's own code does.
+    """
+
+    def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
+        forward = type(module).forward
+        copied = calling(forward, others(forward, form))
+        assert copied is not None  # for `form_of` made one
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, Tensor) and runs_fused(hidden) and serves(hidden) and is_plain(module):
+                return copied(module, *args, **kwargs)
+            return uncompiled_call(module, *args, **kwargs)
+
+        return call
+
+    return replacement
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
@@ -83,11 +121,13 @@ def twin(module: nn.Module, **parts: nn.Module | Tensor) -> nn.Module:
     return small
 
 
-def settings(module: nn.Module) -> Hashable | None:
-    """What a module computes depends on: its class, that class's `forward`, and attributes.
+def settings(module: Any) -> Hashable | None:
+    """Class, that class's `forward` and attributes, by which a module computes; of a function, its key.
 
     None where attributes are tensors or collections, which may differ between modules that look alike.
     """
+    if not isinstance(module, nn.Module):
+        return function_key(module)
     read = names_in(type(module)) if not _OF_A_LAYER.isdisjoint(vars(module)) else ()
     found: list[Any] = [type(module), function_key(type(module).forward)]
     own = attributes(module)
@@ -121,6 +161,12 @@ def names_in(module: type[nn.Module]) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
+def close(found: Any, expected: Tensor, *, rtol: float = 1e-3, atol: float = 1e-3) -> bool:
+    """Whether a trial has found what is expected, but for roundings."""
+    same = isinstance(found, Tensor) and (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    return same and torch.allclose(found, expected, rtol=rtol, atol=atol)
+
+
 def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | None:
     """The form with the elements found, of which one in a hundred may differ, from sums in another order."""
     for form, numbers in expected:
@@ -131,7 +177,7 @@ def matching(found: Tensor, expected: Iterable[tuple[Form, Tensor]]) -> Form | N
 
 
 def tried(trial: Any, *args: Any) -> Any:
-    """The result of a trial, or None where the code cannot be run this way."""
+    """The result of a trial, or None where the code cannot be run so."""
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
             return trial(*args)
@@ -140,7 +186,7 @@ def tried(trial: Any, *args: Any) -> Any:
 
 
 def global_named(name: str, forward: Callable[..., Any]) -> Any:
-    """What a global name is in the code of a function, below its decorators; None if there is no such name."""
+    """The value of a global name in the code of a function, below its decorators; None if there is no such name."""
     return inspect.unwrap(forward).__globals__.get(name)
 
 
@@ -169,14 +215,9 @@ def _contents(cell: CellType) -> Any:
         return None
 
 
-@contextmanager
-def fused_here() -> Iterator[None]:
+def fused_here() -> AbstractContextManager[None]:
     """Context in which replaced modules run their kernels; other threads, also of the same model, are unaffected."""
-    token = _on.set(True)
-    try:
-        yield
-    finally:
-        _on.reset(token)
+    return setting(_on, True)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...attention.active_passes import as_stock
-from ..interception.switches import ReplacedCall, replaced_calls
+from ...instance_methods import Change
+from ..interception.switches import replaced_calls
 from .items import KINDS, SHAPE_ERRORS, Items, equal_parts
 
 _KIND: Final = {f"get_{kind}_features": kind for kind in KINDS}
@@ -89,9 +90,7 @@ class SharedFeatures:
             (next((one for one in (model.base_model, model) if hasattr(type(one), name)), None), name)
             for name in _KIND
         ]
-        self._calls = [
-            ReplacedCall(owner, name, _encoding(owner, name)) for owner, name in owners if owner is not None
-        ]
+        self._calls = [Change(owner, name, _encoding(owner, name)) for owner, name in owners if owner is not None]
         self._known: dict[str, list[_Features]] = {}
         self._not_apart: set[str] = set()
 
@@ -99,11 +98,10 @@ class SharedFeatures:
     def of_pass(self) -> Iterator[None]:
         """Context of a pass, in which images of this thread are encoded once."""
         token = _of_pass.set(self)
-        replaced_calls.enter(self._calls)
         try:
-            yield
+            with replaced_calls.on(self._calls):
+                yield
         finally:
-            replaced_calls.leave(self._calls)
             _of_pass.reset(token)
 
     def encode(self, method: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:

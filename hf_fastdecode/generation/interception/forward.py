@@ -22,7 +22,6 @@ from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions
 from ..model_state import ModelState
-from ..same_calls import require_same_pass
 from ..structure import Structure
 
 
@@ -76,20 +75,42 @@ def _forward_shared(
         structure.forget()  # the user's loop may have changed the model since the last pass
         if not cache.state.current.items:  # prefill replaces methods for its time
             structure.known = model_state.structure_of(model).known
-            require_same_pass(model, structure.ranks, input_ids, queries)
+            structure.require_same_pass(input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
         run = partial(original, *args, **kwargs)
         if cache.inputs is not None:
             run = partial(original, **with_cache(given, None))
         positions = given.get(called.positions)
-        output = _run_eagerly(model_state, model, cache, structure, run, positions, input_ids, (rows, queries))
-    _note_model(model_state, model, cache, structure, was_empty=was_empty)
+        output = _run_eagerly(model, cache, structure, run, positions, input_ids, (rows, queries))
+    users = active_call is None or active_call.model is not model or active_call.loop is not None
+    _note_model(model_state, model, cache, structure, users=users, was_empty=was_empty)
     return output
 
 
-def _run_eagerly(
+def _note_model(
     model_state: ModelState,
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    structure: Structure,
+    *,
+    users: bool,
+    was_empty: bool,
+) -> None:
+    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache.
+
+    Args:
+        users: Whether the user's code runs the pass.
+    """
+    if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
+        before = None if was_empty else cache.fingerprint
+        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
+    report = model_state.last_call
+    if report is not None and report.cache is not None and report.cache() is cache:
+        report.observe(cache)
+
+
+def _run_eagerly(
     model: PreTrainedModel,
     cache: SharedContextCache,
     structure: Structure,
@@ -102,12 +123,12 @@ def _run_eagerly(
     queries = shape[1]
     own = cache.state.current.tensors is not None  # by transformers' own attention
     with (
-        structure.ranks.watchdog.running_pass(model_state.options.peer_timeout),
+        structure.running_pass(),
         nullcontext() if own else structure.passing(RowLengths(cache.longest_row(queries))),
         cache.all_or_nothing(*shape),
     ):
         if active_call_of_thread.get() is None and not cache.state.current.items:  # prefill may divide a pass
-            require_same_pass(model, structure.ranks, input_ids, queries)
+            structure.require_same_pass(input_ids, queries)
         if cache.state.met is None or cache.state.met() is not model:
             cache.meet(structure.layout)
             cache.state.met = ref(model)
@@ -122,22 +143,3 @@ def _run_eagerly(
         if not cache.state.current.items and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
     return output
-
-
-def _note_model(
-    model_state: ModelState,
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    structure: Structure,
-    *,
-    was_empty: bool,
-) -> None:
-    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
-    active_call = active_call_of_thread.get()
-    users = active_call is None or active_call.model is not model or active_call.loop is not None
-    if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
-        before = None if was_empty else cache.fingerprint
-        cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
-    report = model_state.last_call
-    if report is not None and report.cache is not None and report.cache() is cache:
-        report.observe(cache)

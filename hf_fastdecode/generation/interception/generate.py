@@ -16,48 +16,49 @@ Each is called with the state (`ModelState`), the model and the method's argumen
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMixin, GenerationMode
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING
+from transformers.utils import ModelOutput
 
-from ..._compat import CACHE, ENCODE, cache_in, untested_transformers
+from ..._compat import CACHE, ENCODE, cache_in, is_compiled_in_place, untested_transformers
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, reason_of
-from ...parallel.agreement import ALONE
-from ...parallel.groups import in_several_processes
-from ...parallel.watchdog import NoWatchdog
+from ...parallel.ranks import ALONE, Ranks, described, in_several_processes
 from ..call_context import (
     ActiveCall,
     CallContext,
+    active_call_of,
     active_call_of_thread,
     expand_inputs,
     hold_before_encoding,
     structure_of_call,
 )
+from ..decoding.loop import decode_shared
+from ..decoding.sampling import generator_state
+from ..decoding.stopping import Stopping
 from ..forward_pass import forget_offset, left_out
 from ..inputs.distinct import encode_distinct, tokens_of_encoder
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.gain import told_by_shapes
+from ..prompts.start import start_shared
 from ..report import CallReport
-from ..same_calls import require_same_call, require_same_draws
+from ..steps.early_kernels import begin_compiling_sampler
+from ..steps.modes import call_passes, choose_mode
 from ..support import check_call, check_sequence_parallel, other_loop
-from .decoding_loop import (
-    decode,
-    hands_generate_on,
-    name_of,
-    signature_of,
-    takes_any,
-    takes_loop,
-    wrappers_pass_loop_on,
-)
 from .forward import forward
+from .switches import hands_generate_on, name_of, passes_loop_on, reads_its_cache, signature_of
 from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -66,8 +67,7 @@ _PREPARED_FROM = ("generation_config", "model_kwargs", "generation_mode", "max_c
 
 def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Decide whether the call shares; other decoding loops get a cache that prefills on their first pass."""
-    active_call = active_call_of_thread.get()
-    of_model = active_call if active_call is not None and active_call.model is model else None
+    active_call, of_model = active_call_of_thread.get(), active_call_of(model)
     given = signature_of(partial(GenerationMixin._prepare_cache_for_generation, model)).bind(*args, **kwargs).arguments
     prepare = partial(model_state.methods.original(model, "_prepare_cache_for_generation"), *args, **kwargs)
     if of_model is not None:
@@ -81,15 +81,16 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         of_model.reports.append(report)
     newer = untested_transformers()
     if newer is not None and (missing := [name for name in _PREPARED_FROM if name not in given]):
-        report.reason = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
-        model_state.log_once(f"this generate call runs stock transformers: {report.reason}")
+        what = f"transformers {newer}, newer than tested, prepares its cache without {', '.join(missing)}"
+        _report_stock(model_state, report, what)
         return prepare()
     config, model_kwargs, mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     call = _call_context(model_state, model, config, model_kwargs, report)
     call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
     loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
-    require_same_call(call, {} if of_model is None else of_model.given, loop or mode.value)
-    with call.or_stock(), call.ranks.together():
+    with call.or_stock(), call.ranks.together() as offer:
+        given_tensors = {} if of_model is None else of_model.given
+        offer.compare(lambda: _compared(call, given_tensors, loop or mode.value), "generate was called differently")
         _require_shareable(call, mode, active_call)
         if call.inputs is not None:
             call.inputs.check(model, call.structure, mode)
@@ -98,7 +99,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
         model_state.captures.end_ahead(call.scope)
-        require_same_draws(call, "transformers")
+        _require_same_draws(call, "transformers")
         call.ranks.watchdog.enter_foreign_loop()
     elif loop is not None:
         return _prepare_first_pass(call, prepare, loop, longest=max_cache_length + 1)
@@ -121,7 +122,7 @@ def _call_context(
         del model_kwargs[name]
     call = CallContext(model, model_state, config, model_kwargs, report, structure_of_call(model_state, model))
     report.ranks, call.loop_is_users = call.ranks.count, loop_is_users
-    if active_call is not None and active_call.model is model:
+    if (active_call := active_call_of(model)) is not None:
         call.scope, held = active_call.scope, active_call.inputs
         if active_call.of_prefill:
             call.options = replace(call.options, max_rows=None)
@@ -135,17 +136,13 @@ def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str
     call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
+    stock, chunk, checks_masks = call.arguments.get(CACHE), call.config.prefill_chunk_size, call.may_keep_cache
     cache.first_pass = FirstPassPrompts(
-        call,
-        stock=call.arguments.get(CACHE),
-        longest=longest,
-        loop=loop,
-        chunk=call.config.prefill_chunk_size,
-        checks_masks=call.may_keep_cache,
+        call, stock=stock, longest=longest, loop=loop, chunk=chunk, checks_masks=checks_masks
     )
     call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.report.reason = f"the decoding loop of {loop} has not called the model"
-    require_same_draws(call, f"the loop of {loop}")
+    _require_same_draws(call, f"the loop of {loop}")
     call.arguments[CACHE] = cache
     return prepared
 
@@ -173,18 +170,22 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
-    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by place
-    takes_ours = loop is None and _takes_ours(model_state, model, original, args, kwargs)
+    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by position
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
+    takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
-            with _watchdog(model_state, model, may_share).call("generate", model_state.options.peer_timeout):
+            several = may_share and in_several_processes()
+            ranks = structure_of_call(model_state, model).ranks if several else ALONE
+            ranks.watchdog.frees(model_state.captures)
+            with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                 if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                     forget_offset(model)
-                if ours:
+                if ours and ranks.alone:  # several do not capture prefill, and agree on who holds the captures
                     _begin_prefill(model_state, model, call, args, kwargs)
                 output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:
@@ -204,20 +205,6 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 call.structure.release()
 
 
-def _takes_ours(
-    model_state: ModelState,
-    model: PreTrainedModel,
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether the model's own `generate`, called with these arguments, passes a decoding loop on."""
-    signature = signature_of(original)
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
-    takes = takes_loop(signature, len(args)) or (hands_on and takes_any(signature))
-    return takes and wrappers_pass_loop_on(original)
-
-
 def _report_bypass(
     model_state: ModelState, call: ActiveCall, before: CallReport | None, loop: object, original: Callable[..., Any]
 ) -> None:
@@ -228,6 +215,10 @@ def _report_bypass(
         report, reason = call.report, f"{name_of(original)}, which replaces generate, left out custom_generate"
     else:
         return
+    _report_stock(model_state, report, reason)
+
+
+def _report_stock(model_state: ModelState, report: CallReport, reason: str) -> None:
     report.reason = reason
     model_state.log_once(f"this generate call runs stock transformers: {reason}")
 
@@ -267,19 +258,10 @@ def _why_unseen(model: PreTrainedModel, loop: object) -> str:
     return f"{why}; enable the parts that generate, and explain them: {', '.join(parts)}" if parts else why
 
 
-def _watchdog(model_state: ModelState, model: PreTrainedModel, may_share: bool) -> NoWatchdog:
-    is_alone = not may_share or not in_several_processes()
-    watchdog = (ALONE if is_alone else structure_of_call(model_state, model).ranks).watchdog
-    watchdog.frees(model_state.captures)
-    return watchdog
-
-
 def _begin_prefill(
     model_state: ModelState, model: PreTrainedModel, call: ActiveCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Begin the prefill of a call of `generate` with these arguments, if it may be guessed."""
-    if in_several_processes() and structure_of_call(model_state, model).ranks.count > 1:
-        return  # they do not capture prefill, and agree on who holds the captures
     prefills = model_state.captures.prefills
     prefills.asked = len(args), frozenset(kwargs)
     if prefills.again is None or prefills.again[1] != prefills.asked or model_state.options.reuse_prefix:
@@ -302,8 +284,7 @@ def extract_generation_mode_kwargs(
 ) -> dict[str, Any]:
     """Hide this package's loop from the model's own method."""
     original = model_state.methods.original(model, "_extract_generation_mode_kwargs")
-    call = active_call_of_thread.get()
-    if call is not None and call.model is model:
+    if (call := active_call_of(model)) is not None:
         call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
     given = signature_of(original).bind(None if custom_generate is decode else custom_generate, *args, **kwargs)
     if in_several_processes() and given.arguments.get("synced_gpus", False) is None:
@@ -311,7 +292,7 @@ def extract_generation_mode_kwargs(
         synced = structure_of_call(model_state, model).gathering is not None
         given.arguments["synced_gpus"] = None if synced else False
     found: dict[str, Any] = original(*given.args, **given.kwargs)
-    if call is not None and call.model is model:
+    if call is not None:
         call.synced_gpus = bool(found.get("synced_gpus"))
     return found
 
@@ -324,7 +305,7 @@ def get_deprecated_gen_repo(
     custom_generate: Any = None,
 ) -> Any:
     original = model_state.methods.original(model, "_get_deprecated_gen_repo")
-    if (call := active_call_of_thread.get()) is not None and call.model is model:
+    if (call := active_call_of(model)) is not None:
         call.mode = mode
     return original(mode, trust_remote_code, None if custom_generate is decode else custom_generate)
 
@@ -361,15 +342,144 @@ def _shares_encoder(
     Args:
         others: Further arguments of `ENCODE`, one of which is the generation config.
     """
-    active_call = active_call_of_thread.get()
+    active_call = active_call_of(model)
     config = next((one for one in others if isinstance(one, GenerationConfig)), None)
-    if config is None or active_call is None or active_call.model is not model or active_call.mode is None:
+    if config is None or active_call is None or active_call.mode is None:
         return False
     if model_state.disable_pending or model.training:  # which draws numbers in each pass, though none drops anything
         return False
     structure = structure_of_call(model_state, model)
     call = CallContext(model, model_state, config, arguments, CallReport(), structure)
     return reason_of(_require_shareable, call, active_call.mode, active_call) is None
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    inputs_tensor: Tensor | None = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
+    call, active_call = None, active_call_of_thread.get()
+    if active_call is not None:
+        call, active_call.context = active_call.context, None
+    if call is not None and call.model is model:
+        call.config, call.arguments = generation_config, model_kwargs
+        new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
+        call.set_mode(*choose_mode(call, new_tokens))
+        begin_compiling_sampler(call, logits_processor, input_ids)
+        with call_passes(call) as passes:
+            with call.or_stock():
+                start = start_shared(call, passes, input_ids)
+            if not call.runs_stock:
+                if is_compiled_in_place(model):
+                    call.state.log_once(
+                        "model.compile() does not apply to passes with shared context, which run uncompiled; "
+                        "on a GPU they are captured in CUDA graphs"
+                    )
+                given = input_ids, logits_processor, stopping_criteria, streamer
+                return _for_callers(model, decode_shared(call, passes.make_steps, start, *given))
+        if call.must_share:  # its prompts cannot use the given cache
+            model_kwargs[CACHE] = call.stock_cache()
+        _require_same_draws(call, "transformers")
+        call.ranks.watchdog.enter_foreign_loop()
+    if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
+        active_call.give_back(model_kwargs)
+    elif active_call is not None and active_call.inputs is not None:
+        model_kwargs |= active_call.inputs.of_each_pass(model)  # needed if the first pass runs stock after all
+    mode = generation_config.get_generation_mode(model_kwargs.get("assistant_model"))
+    stock = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+    if "inputs_tensor" in inspect.signature(stock).parameters:  # passed to loops that accept it
+        model_kwargs["inputs_tensor"] = inputs_tensor
+    if (of_model := active_call_of(model)) is not None and of_model.structure is not None:
+        ranks, device = of_model.structure.ranks, input_ids.device
+        stopping_criteria = _agreed_criteria(ranks, stopping_criteria, generation_config, device)
+    output = stock(
+        model,
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        synced_gpus=synced_gpus,
+        streamer=streamer,
+        **model_kwargs,
+    )
+    return _for_callers(model, output)
+
+
+def _for_callers(model: PreTrainedModel, output: Any) -> Any:
+    """An output without a shared cache where a class's own `generate` would read each row's tensors in it."""
+    if not reads_its_cache(type(model)) or not isinstance(output, ModelOutput):
+        return output
+    if not isinstance(output.get(CACHE), SharedContextCache):
+        return output
+    return type(output)(**{name: value for name, value in output.items() if name != CACHE})
+
+
+class CriteriaOfRank0(StoppingCriteriaList):
+    """Stopping criteria of a loop of transformers' own, all of which end as rank 0's do; a collective each time."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
+        super().__init__(criteria)
+        self._ranks = ranks
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self._ranks.first(super().__call__(input_ids, scores, **kwargs))[0]
+
+
+def _agreed_criteria(
+    ranks: Ranks, criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
+) -> StoppingCriteriaList:
+    """Criteria that end a loop of transformers' own alike on all processes, where they could end it otherwise."""
+    if ranks.alone:
+        return criteria
+    config.max_time = None  # the criteria have it; a draft that ended by it would be shorter on one of them
+    alike = ranks.all(not Stopping(criteria, device).differs_by_process) == [True]
+    return criteria if alike else CriteriaOfRank0(criteria, ranks)
+
+
+_NOT_COMPARED = ("transformers_version",)
+
+
+def _compared(call: CallContext, given: dict[str, Tensor], loop: str) -> dict[str, object]:
+    """The fields that processes that compute a model together must give alike.
+
+    One with other prompts or options would run other passes than the others, which ends in an error of the
+    communication library, in a hang, or in tokens that no process would compute alone.
+
+    Args:
+        given: Tensors that `generate` was given, by name.
+        loop: What decodes.
+    """
+    fields: dict[str, object] = {"decoding loop": loop}
+    fields |= {name: value for name, value in given.items() if name not in call.arguments}
+    config = vars(call.config).items()
+    fields |= {name: value for name, value in config if not name.startswith("_") and name not in _NOT_COMPARED}
+    fields |= call.arguments
+    fields |= {f"enable(..., {name}=)": value for name, value in vars(call.options).items()}
+    if isinstance(cache := fields.get(CACHE), SharedContextCache):
+        tokens = ", ".join(map(described, cache.segment_tokens))
+        fields[CACHE] = f"{cache!r} of tokens {tokens}" if cache.rows else "an empty SharedContextCache"
+    return fields
+
+
+def _require_same_draws(call: CallContext, loop: str) -> None:
+    """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
+    if not call.config.do_sample:
+        return
+    with call.ranks.together() as offer:
+        offer.compare(lambda: {"generator": generator_state(call.model.device)})
+    if offer.different:
+        raise ValueError(
+            f"the random generators ({call.model.device.type}) of the {call.ranks.count} processes that compute "
+            f"{type(call.model).__name__} together differ, so that this call, which {loop} decodes, would draw other "
+            "tokens on each: call transformers.set_seed(0), or with another number, on all of them before generate"
+        )
 
 
 METHODS: dict[str, Callable[..., Any]] = {

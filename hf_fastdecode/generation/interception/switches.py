@@ -1,7 +1,8 @@
 """Switches that put methods and calls on one instance, and take them off again.
 
 `WrappedMethods` lasts from `enable` to `disable`, and is removable even after other code has overridden the same
-methods. `replaced_calls` last for the time of forward passes, in any number of threads.
+methods; whether a `generate` that others have replaced or wrapped takes a decoding loop, its signature tells.
+`replaced_calls` last for the time of forward passes, in any number of threads; so do `Overrides` of attention code.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
-from threading import Lock
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ...instance_methods import STATE_ATTRIBUTE, WeakMethod
+from ..._compat import COMPILED_CALL, setting, uncompiled_call
+from ...attention.active_passes import lengths_of_pass
+from ...attention.own_code import Method, own_code_of, stand_ins_of
+from ...errors import Unsupported
+from ...instance_methods import STATE_ATTRIBUTE, Change, Switch, WeakMethod
+from ..foreign_code import is_capturable, is_of_transformers
 
 # Originals of our overrides that could not be removed, because other code had wrapped them.
 _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
@@ -55,10 +61,8 @@ class WrappedMethods:
             if name in self._saved:  # transformers inspects forward's signature
                 own = inspect.signature(self._saved[name])
                 first = inspect.Parameter("_instance", inspect.Parameter.POSITIONAL_ONLY)
-                rest = [
-                    parameter for name, parameter in own.parameters.items() if name != first.name
-                ]  # their wrapper wraps ours
-                method.__signature__ = own.replace(parameters=[first, *rest])  # type: ignore[attr-defined]
+                others = [one for one in own.parameters.values() if one.name != first.name]  # their wrapper wraps ours
+                method.__signature__ = own.replace(parameters=[first, *others])  # type: ignore[attr-defined]
             vars(instance)[name] = WeakMethod(method, instance)
 
     def uninstall(self, instance: object) -> None:
@@ -129,17 +133,12 @@ def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]
     return method
 
 
-@contextmanager
-def left_out(instance: object | None) -> Iterator[None]:
+def left_out(instance: object | None) -> AbstractContextManager[None]:
     """Context in which overrides of an instance that only prepare a call forward to the originals, in this thread.
 
     None ends that for a call within the context.
     """
-    token = _left_out.set(instance)
-    try:
-        yield
-    finally:
-        _left_out.reset(token)
+    return setting(_left_out, instance)
 
 
 def _key_of(method: object) -> int | None:
@@ -161,48 +160,162 @@ def own_method(instance: object, name: str) -> Callable[..., Any] | None:
     return own
 
 
-class ReplacedCall(NamedTuple):
-    """A module's attribute, which only replaced calls set, and what is called in its place."""
-
-    module: nn.Module
-    attribute: str
-    call: Callable[..., Any]
+replaced_calls = Switch(replaces=False)
+"""Calls of modules in the place of theirs; the user's own, such as a compiled call, stay."""
 
 
-class _Switch:
-    """Puts calls on modules for the time of some passes, which may overlap in several threads.
+_KNOWN = ("transformers.", "hf_fastdecode.")
+"""Packages of classes that change nothing of a base's attention, or attend to a shared-context cache."""
 
-    The first pass to enter sets a module's attribute, the last to leave removes it.
+
+class Found(NamedTuple):
+    """An overridden method: the number of its module among the model's, and its name."""
+
+    number: int
+    name: str
+    method: Method
+
+
+def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -> list[Found]:
+    """The methods of a model's modules that are overridden, in all passes or in captured ones alone.
+
+    Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
     """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._entries: dict[tuple[int, str], int] = {}
-
-    def enter(self, calls: Iterable[ReplacedCall]) -> None:
-        with self._lock:
-            for module, attribute, call in calls:
-                key = id(module), attribute
-                count = self._entries.get(key, 0)
-                if count == 0 and vars(module).get(attribute) is not None:
-                    continue  # the user's own, such as a compiled call
-                self._entries[key] = count + 1
-                vars(module)[attribute] = call
-
-    def leave(self, calls: Iterable[ReplacedCall]) -> None:
-        with self._lock:
-            for module, attribute, _ in calls:
-                key = id(module), attribute
-                count = self._entries.pop(key, 0)
-                if count > 1:
-                    self._entries[key] = count - 1
-                elif count == 1:
-                    vars(module).pop(attribute, None)
-
-    def is_taken(self, module: nn.Module, attribute: str) -> bool:
-        """Whether the attribute is the user's own, such as a compiled call, which `enter` leaves in place."""
-        with self._lock:
-            return vars(module).get(attribute) is not None and (id(module), attribute) not in self._entries
+    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
+    for kind in kinds:
+        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
+        if base is not None and not kind.__module__.startswith(_KNOWN):
+            raise Unsupported(
+                f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "
+                "leave out what it changes"
+            )
+    return [
+        Found(number, name, method)
+        for number, module in enumerate(modules)
+        for name, method in kinds[type(module)].items()
+    ]
 
 
-replaced_calls = _Switch()
+class Overrides:
+    """Overrides of the attention code of these modules, and the context in which they run."""
+
+    def __init__(self, modules: Sequence[nn.Module], found: Sequence[Found]):
+        self._modules, self.found = modules, found
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Context in which passes over a shared-context cache, of this thread, run them.
+
+        Raises:
+            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
+        """
+        for one in self.found:
+            _require_plain(self._modules[one.number], one.name)
+        with replaced_calls.on(self._calls):
+            yield
+
+    @cached_property
+    def _calls(self) -> list[Change]:
+        return [_replacement(self._modules[one.number], one.name, one.method) for one in self.found]
+
+
+def _require_plain(module: nn.Module, name: str) -> None:
+    """Check that nothing of the user's runs in the method's calls."""
+    kind, own = type(module), vars(module)
+    hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
+        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
+    if replaced_calls.otherwise(module, _attribute(name)) is not None:
+        what = "compiled call" if name == "forward" else f"{name} of its own"
+        raise Unsupported(f"{kind.__name__} has a {what}, which would not run")
+    if name != "forward" and not is_of_transformers(getattr(kind, name)):  # `check_code` has seen the classes' forward
+        raise Unsupported(f"{kind.__name__}.{name} is not transformers' own, and would not run")
+
+
+def _attribute(name: str) -> str:
+    return COMPILED_CALL if name == "forward" else name
+
+
+def _replacement(module: nn.Module, name: str, method: Method) -> Change:
+    """The call of an override; passes of other threads run the module's own method."""
+    own: Callable[..., Any] = uncompiled_call if name == "forward" else getattr(type(module), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (own if lengths_of_pass() is None else method)(module, *args, **kwargs)
+
+    return Change(module, _attribute(name), call)
+
+
+_HAND_LOOP_ON: Final = frozenset(
+    {
+        "WhisperGenerationMixin.generate",
+        *(f"SeamlessM4T{version}For{task}ToText.generate" for version in ("", "v2") for task in ("Text", "Speech")),
+    }
+)
+"""A `generate` of transformers' classes that calls transformers' with what else it is given, once or several times."""
+
+_signatures: WeakKeyDictionary[Callable[..., Any], inspect.Signature] = WeakKeyDictionary()
+"""Signatures of methods of classes, less their instance."""
+
+
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """A method's signature, which is made once for a class where its instance is bound by a partial."""
+    of_class = method.func if isinstance(method, partial) and len(method.args) == 1 and not method.keywords else None
+    if not isinstance(of_class, FunctionType):
+        return inspect.signature(method)
+    if (found := _signatures.get(of_class)) is None:
+        found = _signatures[of_class] = inspect.signature(method)
+    return found
+
+
+def passes_loop_on(generate: Callable[..., Any], given: int, *, hands_on: bool) -> bool:
+    """Whether a `generate` and what it wraps take ``custom_generate``, after so many positional arguments.
+
+    Args:
+        hands_on: Whether it hands on what else it is given, so that it may take it among any arguments.
+    """
+    parameters = signature_of(generate).parameters
+    takes = "custom_generate" in parameters and given <= list(parameters).index("custom_generate")
+    takes |= hands_on and _takes_any(parameters)
+    inner: Callable[..., Any] | None = generate
+    while takes and inner is not None:  # a wrapper may take fewer arguments than what it wraps
+        if isinstance(inner, partial):
+            inner = inner.func
+        else:
+            takes = _takes_or_passes_on(inner)
+            inner = getattr(inner, "__wrapped__", None)
+    return takes
+
+
+def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
+    code = function.__code__ if isinstance(function, FunctionType) else None
+    if code is not None and (code.co_flags & inspect.CO_VARKEYWORDS) and not hasattr(function, "__signature__"):
+        return True
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    return "custom_generate" in parameters or _takes_any(parameters)
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+
+
+def reads_its_cache(kind: type) -> bool:
+    """Whether a class's own `generate` reads the tensors of each row in the cache that transformers' returns."""
+    return _of_transformers(kind) == "WhisperGenerationMixin.generate"
+
+
+def _of_transformers(kind: type) -> str | None:
+    """The qualified name of a class's `generate`, if it is of one of transformers' models."""
+    method = getattr(kind, "generate", None)
+    of_models = getattr(method, "__module__", "").startswith("transformers.models.")
+    return getattr(method, "__qualname__", None) if of_models else None
+
+
+def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
+    """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
+    own, name = own_code_of(kind), _of_transformers(kind)
+    return name in _HAND_LOOP_ON or (own is not None and name is not None and own.hands_generate_on(arguments))
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)

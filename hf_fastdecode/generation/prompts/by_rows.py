@@ -34,7 +34,7 @@ from ...cache.layers.cross import begin_of
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext
-from ..decoding.decisions import usable_memory
+from ..decoding.waves import usable_memory
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 from ...cache.shared import SharedContextCache
 from ...log import logger
-from ...parallel.agreement import described
-from ..beside import Beside
 from ..call_context import CallContext
-from ..decoding.decisions import Logits, rows_that_fit
+from ..decoding.waves import Logits, rows_that_fit
+from ..forward_pass import Beside
 from ..support import why_not_kept
 from .packed import UnsharedPrompts
 from .prompt_plan import ComparedPrompts, PromptPlan, StoredPrompts, compare_prompts, continuation_of
@@ -74,24 +73,21 @@ def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:
 
     It is found again without kept prompts where processes keep different ones: some have dropped one to save memory.
     """
-    with call.together():
+    with call.together() as offer:
         plan = make()
-
-    def fields() -> dict[str, str]:
-        paths = dict.fromkeys(plan.nodes.forest.paths)
-        return {
-            "new tokens": described(plan.nodes.new_tokens),
-            "reused": described(plan.compared.reused_lengths),
-            # Processes that divide nodes gather what is stored span by span.
-            "stored": described([[(span.start, span.length) for span in path] for path in paths]),
-        }
-
-    if call.ranks.differences(fields) is None:
+        offer.compare(lambda: _compared_by_ranks(plan))
+    if offer.different is None:
         return plan
     call.state.prefix_store.clear()
     call.report.known_tokens = None
     with call.together():
         return make()
+
+
+def _compared_by_ranks(plan: CallPlan) -> dict[str, object]:
+    # Processes that divide nodes gather what is stored span by span.
+    stored = [[(span.start, span.length) for span in path] for path in dict.fromkeys(plan.nodes.forest.paths)]
+    return {"new tokens": plan.nodes.new_tokens, "reused": plan.compared.reused_lengths, "stored": stored}
 
 
 def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
@@ -101,7 +97,7 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     # Several processes would have to agree on what they find later.
-    later = request.checks_later and call.ranks.count == 1 and call.given is None
+    later = request.checks_later and call.ranks.alone and call.given is None
     cache, compared, reuses = _find_shared(call, prompts, request, later)
     if prompts.inputs is not None:
         cache.inputs = prompts.inputs.inputs
@@ -130,7 +126,7 @@ def _without_last(
         return compared, False
     rows = sum(group.count for group in groups)
     at_once = call.options.max_rows or rows
-    if not call.returns_cache and call.ranks.count == 1:  # several would have to agree on it
+    if not call.returns_cache and call.ranks.alone:  # several would have to agree on it
         logits = Logits(call.model.device, int(call.structure.text_config.vocab_size))
         at_once = min(at_once, rows_that_fit(cache, rows, logits, request.new_tokens))
     if not call.returns_cache and rows > at_once:

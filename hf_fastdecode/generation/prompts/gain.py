@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ..._compat import local_tensor
+from ..._compat import local_part
 from ...attention.forest import Forest
 from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose, prefill_rate
 from ...cache.layout import ModelLayout
@@ -455,7 +455,6 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
     if choice.name != PLAIN:
         return None
     lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    stored_here = (one if (local := local_tensor(one)) is None else local for one in model.parameters())
-    parameters = sum(one.numel() for one in stored_here)
+    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None

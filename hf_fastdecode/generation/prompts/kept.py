@@ -22,7 +22,6 @@ from ..fingerprint import filled_by
 from ..inputs.given import holds_inputs
 from ..model_state import ModelState
 from ..options import Options
-from ..same_calls import require_same_prefill
 from ..structure import Structure
 from ..support import check_prefill, check_sequence_parallel, is_nothing, rope_limit
 from .by_rows import row_passes
@@ -58,7 +57,8 @@ def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given)
 
 
 def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
-    with structure.ranks.together():
+    limit = options.max_prefill_tokens
+    with structure.ranks.together() as offer:
         check_prefill(inner, structure)
         input_ids, mask = padded_ids(inputs)
         with _or_value_error(f"{type(inner).__name__} cannot divide these contexts between processes"):
@@ -70,8 +70,8 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
         cache = SharedContextCache(backend=options.backend)
         cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
         plan, rows = _plan(prompts, cache, structure, options)
-    limit = options.max_prefill_tokens
-    require_same_prefill(inner, structure.ranks, plan.new_tokens, len(plan.forest.paths), limit)
+        given = {"the prompts' tokens": plan.new_tokens, "number of prompts": len(plan.forest.paths)}
+        offer.compare(lambda: given | {"max_prefill_tokens": limit}, "prefill was called differently")
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
         if prompts.by_rows:
             distinct, continuation = prompts.distinct_rows(), continuation_of(structure.layout)

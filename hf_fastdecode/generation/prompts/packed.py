@@ -118,7 +118,7 @@ def packed_passes(
             output = forward_pass(model, cache, positions[None].to(device), **given, **arguments)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
-            kept = divided.numbers_of_all(kept, indices, len(here))
+            kept = divided.elements_of_all(kept, indices, len(here))
         yield PrefillPass(here, kept, output)
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from ...cache.consolidate import consolidate
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ..beside import Beside
 from ..call_context import CallContext
 from ..fingerprint import filled_by
-from ..forward_pass import forward_pass, input_device, places_tokens
+from ..forward_pass import Beside, forward_pass, input_device, places_tokens
 from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
 from .by_rows import CapturedRowPasses, row_passes, try_step

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from ...errors import Unsupported, ran_out_of_memory
-from ...parallel.agreement import PassFailedError
+from ...parallel.ranks import PassFailedError
 from ..call_context import CallContext
 
 

@@ -28,8 +28,7 @@ from ...cache.captured_prefill import CapturedPrefillCache, CapturedRowsCache, C
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
-from ..beside import Beside
-from ..forward_pass import forward_pass
+from ..forward_pass import Beside, forward_pass
 from ..structure import Structure
 from .graph_capture import capture_first_pass
 

@@ -20,7 +20,7 @@ from ..._compat import free_cublas_workspaces
 from ...attention.active_passes import RowLengths
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
-from ...parallel.agreement import ALONE, Ranks
+from ...parallel.ranks import ALONE, Ranks
 from ..fused.experts import LargestOfFew
 from ..fused.norms import WaitingSums
 from ..structure import Structure
@@ -42,7 +42,7 @@ def pass_context(
     are within `fusing_products`.
     """
     with ExitStack() as stack:
-        stack.enter_context(structure.captured_stand_ins.installed())
+        stack.enter_context(structure.captured_overrides.installed())
         if fused_rows:
             stack.enter_context(fusing_products())
         stack.enter_context(structure.passing(lengths))

@@ -28,11 +28,10 @@ from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
-from ...parallel.agreement import NoRoomError, Ranks
+from ...parallel.ranks import NoRoomError, Ranks
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
-from ..model_watch import ModelWatch
-from ..snapshot import ModelWalk, captured_state
+from ..snapshot import ModelWalk, ModelWatch, captured_state
 from ..support import is_nothing
 from .capture_failures import Failure, fall_back
 from .captured_step import CapturedPass, CaptureOptions
@@ -215,7 +214,7 @@ class CapturedPasses:
                 if parts:  # the whole pass runs eagerly
                     cache.crop(before - cache.suffix_length)
                 return None, reason
-            with self._call.ranks.watchdog.running_pass(self._call.options.peer_timeout):
+            with self._call.structure.running_pass():
                 parts.append(step.run(cache, part, places))
             if (origins := cache.state.suffixes.origins) is not None:
                 origins.append(cache.suffix_length + part.shape[1])
@@ -284,7 +283,7 @@ class CapturedPasses:
         try:
             cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
         except torch.OutOfMemoryError:
-            if self._call.ranks.count == 1:
+            if self._call.ranks.alone:
                 raise
             return False
         return True
@@ -305,7 +304,7 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
 
 def first_passes(call: CallContext) -> RowPasses | None:
     """Runs passes of a loop's first one by captured graphs, in a call that holds the model's captures, if it may."""
-    if call.ranks.count > 1:
+    if not call.ranks.alone:
         return None
     return RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
 
@@ -370,7 +369,7 @@ class PassAgreement:
 
     def __init__(self, ranks: Ranks, *, asks_always: bool):
         self._ranks = ranks
-        self.asks_always = asks_always and ranks.count > 1
+        self.asks_always = asks_always and not ranks.alone
         self._known: dict[CaptureOptions, _Known] = {}
 
     def keep(self, options: CaptureOptions, step: CapturedPass) -> None:

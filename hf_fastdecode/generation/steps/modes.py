@@ -117,7 +117,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
-        if cache.state.expanded is None and call.ranks.count == 1:
+        if cache.state.expanded is None and call.ranks.alone:
             expand_nodes(cache)
             with_expanded.append(ref(cache))
 
@@ -164,7 +164,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         with holding_captures(call) as held:
             if held:
                 passes = CallPasses(captured)
-                if call.ranks.count == 1:  # which sizes are captured when is not agreed on between processes
+                if call.ranks.alone:  # which sizes are captured when is not agreed on between processes
                     fused_tokens = fused_rows(call.options.fuse_projections)
                     prefill = PrefillPasses(call, refresh, fused_tokens)
                     passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))
@@ -188,10 +188,10 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
 
     Processes that compute the model together choose the simplest one that any of them would run.
     """
-    with call.ranks.together():
+    with call.ranks.together() as offer:
         mode, reason = _choose_mode(call, new_tokens)
-    (agreed,) = call.ranks.smallest(_SIMPLEST_FIRST.index(mode))
-    if (simplest := _SIMPLEST_FIRST[agreed]) != mode:
+        offer.numbers = [_SIMPLEST_FIRST.index(mode)]
+    if (simplest := _SIMPLEST_FIRST[offer.numbers[0]]) != mode:
         return simplest, "another process of the model runs them so"
     return mode, reason
 

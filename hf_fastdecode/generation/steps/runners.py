@@ -12,7 +12,7 @@ from ...attention.forest import Path
 from ...attention.launch import plan as own_nodes
 from ...cache.shared import SharedContextCache
 from ...log import logger
-from ...parallel.agreement import ALONE, Ranks
+from ...parallel.ranks import ALONE, Ranks
 from ..forward_pass import forward_pass
 from ..structure import Structure
 from .capture_failures import Failure

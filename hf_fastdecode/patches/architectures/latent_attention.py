@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._compat import local_part
 from ...attention.kv import Scoring
 from ...attention.own_code import OwnCode
 from ...attention.partial import Partial
 from ...attention.placeholders import SharedKV
 from ...cache.layers.latent import multiplying
-from ...parallel.groups import local_part
 
 
 class _OfLatents(SharedKV):

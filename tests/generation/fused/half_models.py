@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.kernels.failures import KernelFailedError
 
 from ...tiny_models import tiny_model
 
@@ -30,6 +35,16 @@ def logits(model: PreTrainedModel) -> Tensor:
         return model(ids, use_cache=False).logits
 
 
+def check_fused(model: PreTrainedModel, *contexts: AbstractContextManager[Any], atol: float = 2e-2) -> None:
+    """Require that a model whose modules run as kernels, within these contexts, gives the logits of its own code."""
+    expected = logits(model)
+    with FusedModules(model).installed(), ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        found = logits(model)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
 class Counted:
     """Counts the launches of a kernel."""
 
@@ -39,3 +54,15 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1
         return self.function(*args, **kwargs)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> Counted:
+    """Count the launches of a module's kernel from now on."""
+    counted = Counted(getattr(module, name))
+    monkeypatch.setattr(module, name, counted)
+    return counted
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    """A kernel that cannot be launched."""
+    raise KernelFailedError("no compiler")

@@ -19,12 +19,11 @@ from hf_fastdecode.generation.fused.experts import Form, LargestOfFew, form_of, 
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, Gate
-from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.kernels.pointwise.api import Activation
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ragged_prompts, tiny_model
-from .half_models import DEVICE, Counted, half, logits
+from .half_models import DEVICE, Counted, counting, fail, half, logits
 
 CONFIG = SimpleNamespace(
     num_local_experts=4, hidden_size=64, intermediate_size=32, hidden_act="silu", _experts_implementation="grouped_mm"
@@ -92,9 +91,7 @@ def test_other_modules_are_left_alone() -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    counted = Counted(experts.experts)
-    monkeypatch.setattr(experts, "experts", counted)
-    return counted
+    return counting(monkeypatch, experts, "experts")
 
 
 def test_an_implementation_that_was_asked_for_runs(launches: Counted) -> None:
@@ -117,8 +114,7 @@ def test_products_that_are_left_to_pytorch(launches: Counted) -> None:
 
 def test_grouped_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes that are not captured, unless transformers has changed to another implementation."""
-    grouped = Counted(experts.grouped_experts)
-    monkeypatch.setattr(experts, "grouped_experts", grouped)
+    grouped = counting(monkeypatch, experts, "grouped_experts")
     monkeypatch.setattr(experts, "grouped_refusal", lambda *_: None)
     model = half("mixtral-window")
     expected = logits(model)
@@ -148,10 +144,6 @@ def test_many_pairs_keep_the_models_code(launches: Counted) -> None:
 def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half("mixtral-window")
     block, x = model.model.layers[0].mlp, torch.ones(1, 3, 64, dtype=torch.float16, device=DEVICE)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise KernelFailedError("no")
-
     monkeypatch.setattr(experts, "experts", fail)
     with torch.no_grad():
         expected = block(x)
@@ -160,8 +152,7 @@ def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_routers_look_for_few_of_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(experts.largest)
-    monkeypatch.setattr(experts, "largest", counted)
+    counted = counting(monkeypatch, experts, "largest")
     scores = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with LargestOfFew():
         found = [torch.topk(scores, 2), scores.topk(k=2, dim=1), torch.topk(scores, 2, dim=-1, sorted=False)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.generation.fused import gated, norms
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
+from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...tiny_models import ARCHITECTURES
-from .half_models import DEVICE, Counted, half, logits
+from .half_models import DEVICE, Counted, check_fused, counting, fail, half, logits
 
 FOUND = {
     "llama-gqa": "LlamaAttention 2, LlamaMLP 2, LlamaRMSNorm 5",
@@ -40,9 +39,7 @@ FOUND = {
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    counted = Counted(norms.rms_norm)
-    monkeypatch.setattr(norms, "rms_norm", counted)
-    return counted
+    return counting(monkeypatch, norms, "rms_norm")
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -103,43 +100,26 @@ def test_norms_of_transposed_heads(launches: Counted) -> None:
     assert found.stride() == norm(x).stride()
 
 
-def test_other_threads_keep_their_code(launches: Counted) -> None:
+def test_other_threads_and_dtypes_and_gradients_keep_the_models_code(launches: Counted) -> None:
     model = half()
     with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:
         pool.submit(logits, model).result()
+        model(torch.tensor([[5, 6]], device=DEVICE)).logits.float().sum().backward()
         assert launches.count == 0
+        assert model.model.norm.weight.grad is not None
         logits(model)
+        assert launches.count == 5
+        logits(model.float())
     assert launches.count == 5
 
 
-def test_gradients_keep_the_models_code(launches: Counted) -> None:
-    model = half()
-    with FusedModules(model).installed():
-        model(torch.tensor([[5, 6]], device=DEVICE)).logits.float().sum().backward()
-    assert launches.count == 0
-    assert model.model.norm.weight.grad is not None
-
-
-def test_other_dtypes_keep_the_models_code(launches: Counted) -> None:
-    model = half().float()
-    with FusedModules(model).installed():
-        logits(model)
-    assert launches.count == 0
-
-
-def test_failed_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sums", [nullcontext, WaitingSums])
+def test_failed_kernels(sums: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own code runs where a kernel cannot."""
-    model = half()
-    expected = logits(model)
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise KernelFailedError(Kernel.POINTWISE.value[0])
-
     monkeypatch.setattr(norms, "rms_norm", fail)
     monkeypatch.setattr(gated, "gated", fail)
     monkeypatch.setattr("hf_fastdecode.generation.fused.rotary.rotate", fail)
-    with FusedModules(model).installed():
-        assert torch.equal(logits(model), expected)
+    check_fused(half(), sums(), atol=0)
 
 
 class ShiftedNorm(LlamaRMSNorm):

@@ -20,10 +20,10 @@ from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.generation.steps.projections import FusedProjections
 from hf_fastdecode.kernels.device import MOST_COUNTERS
-from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.row_products import api
 
 from ...tiny_models import ragged_prompts, seeded, tiny_model
+from .half_models import fail
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
 # Kernels are interpreted, and take float32 then.
@@ -89,34 +89,22 @@ def half_layer() -> tuple[nn.Module, torch.Tensor]:
 
 
 @on_the_cpu
-def test_hooks_of_projections_run(served: Counter[str]) -> None:
-    model, x = half_layer()
-    mlp = model.model.layers[0].mlp
-    with torch.no_grad(), FusedModules(model).installed(), FusedProjections(model):
-        own = mlp(x)
-        assert served.pop("gated_product 2") == 1
-        mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output * 2)
-        changed = mlp(x)
-    assert "gated_product 2" not in served
-    with torch.no_grad():
-        torch.testing.assert_close(changed, mlp(x), rtol=1e-2, atol=1e-4)
-    assert not torch.equal(changed, own)
-
-
-@on_the_cpu
-def test_a_forward_that_another_library_gave_linear_layers(
-    served: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", ["hook", "another library's forward"])
+def test_code_of_projections_runs(served: Counter[str], change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = half_layer()
     mlp, own = model.model.layers[0].mlp, nn.Linear.forward
     with torch.no_grad(), FusedModules(model).installed(), FusedProjections(model):
-        mlp(x)
+        before = mlp(x)
         assert served.pop("gated_product 2") == 1
-        monkeypatch.setattr(nn.Linear, "forward", lambda self, inputs: own(self, inputs) * 2)
+        if change == "hook":
+            mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output * 2)
+        else:
+            monkeypatch.setattr(nn.Linear, "forward", lambda self, inputs: own(self, inputs) * 2)
         changed = mlp(x)
     assert "gated_product 2" not in served
     with torch.no_grad():
         torch.testing.assert_close(changed, mlp(x), rtol=1e-2, atol=1e-4)
+    assert not torch.equal(changed, before)
 
 
 @on_the_cpu
@@ -179,12 +167,8 @@ def test_modules_that_the_user_has_compiled(served: Counter[str]) -> None:
 @on_the_cpu
 def test_a_kernel_that_fails(served: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's products take over."""
-
-    def fails(*_: Any) -> Any:
-        raise KernelFailedError(Kernel.ROWS.value[0])
-
-    monkeypatch.setattr(api, "row_products", fails)
-    monkeypatch.setattr(api, "gated_product", fails)
+    monkeypatch.setattr(api, "row_products", fail)
+    monkeypatch.setattr(api, "gated_product", fail)
     model = tiny_model("llama-gqa", intermediate_size=128)
     call = ragged_prompts(41) | SAMPLING
     stock = seeded(lambda: model.generate(**call))

@@ -23,7 +23,7 @@ from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.experts.config import MOST_ROUTED, Routing
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
-from .half_models import DEVICE, Counted
+from .half_models import DEVICE, counting
 
 COUNT, HIDDEN = 6, 64
 
@@ -67,8 +67,7 @@ def test_others_are_left_alone() -> None:
 
 
 def test_when_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Counted(experts.route)
-    monkeypatch.setattr(experts, "route", launches)
+    launches = counting(monkeypatch, experts, "route")
     router = GptOssTopKRouter(config()).to(DEVICE, torch.float16)
     nn.init.normal_(router.weight, std=0.2)
     x = torch.randn(2 * MOST_ROUTED, HIDDEN, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)

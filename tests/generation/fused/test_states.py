@@ -24,10 +24,9 @@ from hf_fastdecode.generation.fused import norms, states
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import GATED_NORMS
 from hf_fastdecode.generation.fused.states import DELTA_NETS, STATES
-from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 
 from ...architectures.classes import tiny_model_of
-from .half_models import DEVICE
+from .half_models import DEVICE, fail
 
 CLASSES = {
     "Qwen3_5ForCausalLM": "convolve delta_rule gated_rms_norm",
@@ -94,10 +93,6 @@ def test_kernels_that_fail_leave_the_models_own_functions(
 ) -> None:
     """Also where one fails after another has moved its states."""
     model = tiny_model_of(name).half().to(DEVICE)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KernelFailedError(Kernel.STATES.value[0])
-
     for module, operator in OPERATORS:
         if all_fail or operator == "delta_rule":
             monkeypatch.setattr(module, operator, fail)

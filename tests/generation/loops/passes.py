@@ -32,11 +32,19 @@ def sequences(out):
 
 
 def both(model, prompt, arguments, **options):
-    """What stock and captured loops return, and the captured one's report."""
+    """What stock and captured loops return, whose tokens are to be the same, and the captured one's report."""
     stock = seeded(lambda: model.generate(**prompt, **arguments))
     with enabled(model, **options):
         captured = seeded(lambda: model.generate(**prompt, **arguments))
+        assert torch.equal(sequences(captured), sequences(stock))
         return stock, captured, fd.explain(model).last_call
+
+
+def require_captured(report, captures=None):
+    """Require that all passes of a call's loop were captured ones, and the number of new captures if given."""
+    assert report.mode == "graph"
+    assert "ran eagerly" not in report.mode_reason
+    assert captures in (None, report.captures)
 
 
 def loop(actions, outputs):
