@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import binascii
 import marshal
 import platform
+import zlib
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -13,7 +15,7 @@ from ...records import Task
 from ...sandbox import ForkedPython, ForkServer, Limits, Sandbox, SandboxedProcess, SandboxError, python_command
 from ..runner import LanguageSupport, PairRunner, Result, Role
 from .job import job_of
-from .plain import dumps, no_handle
+from .plain import dumps
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
 _MODULES: Final[dict[Role, tuple[str, ...]]] = {
@@ -28,22 +30,6 @@ _IMPORTS: Final = (
     *("hashlib", "heapq", "itertools", "json", "math", "numbers", "operator", "random", "re", "string", "textwrap"),
     *("time", "types"),
 )
-
-# Modules come compiled from the host, since the sandbox shows no folder of this package. What follows them on standard
-# input is for `Messages`, so exactly their bytes are read.
-_READ: Final = f"""
-import marshal, os, sys
-def take(size):
-    data = b""
-    while len(data) < size:
-        data += os.read(0, size - len(data)) or sys.exit("no modules")
-    return data
-for name, code in marshal.loads(take(int.from_bytes(take(4), "big"))):
-    module = sys.modules[name] = type(sys)(name)
-    module.__package__ = {_PACKAGE!r}
-    exec(code, module.__dict__)
-"""
-
 
 class PythonRunner(PairRunner):
     """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
@@ -70,9 +56,8 @@ class PythonRunner(PairRunner):
         return result
 
     def _check(self, task: Task, completion: str) -> Result:
-        """A ValueError where the task's tests are not valid Python."""
         program = task.program(completion).encode("utf-8", "surrogatepass")
-        return self._tested([program], [dumps(job_of(task), no_handle)])
+        return self._tested([program], [dumps(job_of(task))])
 
     def _open(self, role: Role, limits: Limits) -> SandboxedProcess:
         if not self._sandbox.forks:
@@ -92,10 +77,7 @@ class PythonRunner(PairRunner):
 
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
         command, readable = python_command()
-        return [*command, "-c", _READ + _start(role)], list(readable)
-
-    def _modules(self, role: Role) -> bytes:
-        return b"" if self._sandbox.forks else _sent_modules(role)
+        return [*command, "-c", _program(role)], list(readable)
 
     def _end_fork_servers(self) -> None:
         while self._fork_servers:
@@ -113,10 +95,19 @@ def _start(role: Role) -> str:
 
 
 @cache
-def _sent_modules(role: Role) -> bytes:
-    """A role's modules for `_READ`."""
-    data = marshal.dumps(_compiled(role))
-    return len(data).to_bytes(4, "big") + data
+def _program(role: Role) -> str:
+    """A role's modules and its start as one program, since the sandbox shows no folder of this package.
+
+    Compressed: an argument has at most 128 KiB.
+    """
+    data = binascii.b2a_base64(zlib.compress(marshal.dumps(_compiled(role))), newline=False)
+    return f"""
+import binascii, marshal, os, sys, zlib
+for name, code in marshal.loads(zlib.decompress(binascii.a2b_base64({data!r}))):
+    module = sys.modules[name] = type(sys)(name)
+    module.__package__ = {_PACKAGE!r}
+    exec(code, module.__dict__)
+{_start(role)}"""
 
 
 @cache
