@@ -30,8 +30,6 @@ FEATURES = {
 
 MOST_BRANCHES = 20
 LONG = {
-    "evals/report.py": {"_measured"},
-    "evals/scoring/python/job.py": {"job_of"},
     "kernels/experts/config.py": {"refusal"},
     "kernels/forest_decode/api.py": {"forest_decode"},
     "kernels/forest_decode/config.py": {"choose_config"},

@@ -109,7 +109,8 @@ import sys
 def answer(x):
     candidate = sys.modules["hf_fastdecode_scoring.candidate"]
     dumps = candidate.dumps
-    candidate.dumps = lambda value, *a, **k: RAW if k and value[:1] == ["value"] else dumps(value, *a, **k)
+    is_answer = lambda value: type(value) is list and value[0] == "value"
+    candidate.dumps = lambda value, *a, **k: RAW if k and is_answer(value) else dumps(value, *a, **k)
     return x
 """
 

@@ -20,19 +20,13 @@ from hf_fastdecode.evals.sandbox import (
     SandboxedProcess,
     SandboxError,
 )
-from hf_fastdecode.evals.sandbox.launch import children_of
+from hf_fastdecode.evals.sandbox.launch import children_of, processes_with
 from hf_fastdecode.evals.scoring.python import _IMPORTS
 
 
 def running(token: str) -> bool:
     """Whether a process has this argument."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if token.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue
-    return False
+    return bool(processes_with(token))
 
 
 @dataclass(frozen=True)
@@ -47,7 +41,6 @@ class Outcome:
         stderr: What it wrote there.
         detail: One line about the end; empty for ``ok``.
         cpu_seconds: User and system time of all its processes, with that of the setup.
-        wall_seconds: From its start to its end.
     """
 
     status: Literal["ok", "failed", "timeout", "memory", "output", "sandbox_error"]
@@ -56,7 +49,6 @@ class Outcome:
     stderr: bytes = b""
     detail: str = ""
     cpu_seconds: float = 0.0
-    wall_seconds: float = 0.0
 
 
 def run_to_end(
@@ -85,8 +77,7 @@ def run_to_end(
             outcome = Outcome(error.status, None, output, detail=error.detail)
         else:
             outcome = Outcome("failed" if code else "ok", code, output, detail=_detail(code))
-        seconds = process.wall_seconds
-    return replace(outcome, stderr=bytes(process.stderr), cpu_seconds=process.cpu_seconds, wall_seconds=seconds)
+    return replace(outcome, stderr=bytes(process.stderr), cpu_seconds=process.cpu_seconds)
 
 
 def _detail(code: int) -> str:

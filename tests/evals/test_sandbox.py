@@ -25,7 +25,15 @@ from hf_fastdecode.evals.sandbox import (
     python_command,
 )
 from hf_fastdecode.evals.sandbox.backends import Unshare
-from hf_fastdecode.evals.sandbox.launch import Backend, Launch, Unconfined, View, memory_is_exhausted, view_of
+from hf_fastdecode.evals.sandbox.launch import (
+    Backend,
+    Launch,
+    Unconfined,
+    View,
+    memory_is_exhausted,
+    usage_of,
+    view_of,
+)
 
 from .processes import Outcome, run_to_end, running
 
@@ -205,7 +213,6 @@ def started(sandbox: Sandbox, source: str, limits: Limits = LIMITS) -> Sandboxed
 def test_output_and_exit_codes(sandbox: Sandbox) -> None:
     done = run(sandbox, "import sys; print(sys.stdin.read()[::-1]); print('aside', file=sys.stderr)", stdin=b"abc")
     assert (done.status, done.exit_code, done.stdout, done.stderr, done.detail) == ("ok", 0, b"cba\n", b"aside\n", "")
-    assert 0 < done.wall_seconds < LIMITS.wall_seconds
     failed = run(sandbox, "raise SystemExit(3)")
     assert (failed.status, failed.exit_code, failed.detail) == ("failed", 3, "ended with exit code 3")
     aborted = run(sandbox, "import os; os.abort()")
@@ -323,7 +330,7 @@ def test_a_server_answers_and_gets_time_anew(any_sandbox: Sandbox) -> None:
             server.send(b"abc%d\n" % number)
             assert server.receive() == b"ABC%d\n" % number
             time.sleep(0.3)
-        assert server.usage().resident_bytes > 0
+        assert usage_of(server.pid).resident_bytes > 0
         with pytest.raises(LimitExceeded, match="not done after") as error:
             server.receive()
         assert (error.value.status, error.value.load) == ("timeout", False), "it slept by itself"

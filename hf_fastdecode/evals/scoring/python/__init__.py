@@ -31,6 +31,7 @@ _IMPORTS: Final = (
     *("time", "types"),
 )
 
+
 class PythonRunner(PairRunner):
     """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
 

