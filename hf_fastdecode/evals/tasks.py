@@ -29,7 +29,7 @@ _HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$
 
 
 def mbpp_task(record: Record) -> Task:
-    """A task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
+    """Read a task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
 
     One of MBPP+ (Liu et al. 2023) has further tests as a program, in `test`, which runs after the others.
     """
@@ -51,7 +51,7 @@ def mbpp_task(record: Record) -> Task:
 
 
 def mbxp_task(record: Record, language: Language) -> Task:
-    """A task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
+    """Read a task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
 
     HumanEval's own file does not name the language; `canonical_solution` is null where no solution is known.
     """
@@ -68,7 +68,7 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
 
 def prompt_task(record: Record) -> Task:
-    """A text to be continued, without tests."""
+    """Read a text to be continued, without tests."""
     if of_tasks := sorted(_TASK_FIELDS & record.fields.keys()):
         raise record.error(
             f"fields of a programming task: {', '.join(of_tasks)}; name a file of such tasks alone, the first "
@@ -80,7 +80,7 @@ def prompt_task(record: Record) -> Task:
 
 
 def apps_task(record: Record) -> Task:
-    """A task of APPS (Hendrycks et al. 2021) as a text to be solved; its tests by input and output are not read."""
+    """Read a task of APPS (Hendrycks et al. 2021) without its tests, which compare input and output."""
     solutions = record.text("solutions", "") or "[]"
     try:
         first = next(iter(json.loads(solutions)), None)
@@ -110,8 +110,8 @@ def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
             )
 
 
-def recognised(record: Record) -> str:
-    """The task name that a record's fields suggest; empty where they suggest none."""
+def _recognised(record: Record) -> str:
+    """Return the task name that a record's fields suggest; empty where they suggest none."""
     fields = record.fields
     if "test_list" in fields:
         return "mbpp"
@@ -152,7 +152,6 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return self.url.rpartition("/")[2]
 
 
@@ -206,16 +205,10 @@ FILES: Final = (
 )
 
 
-def published_file(task_name: str) -> PublishedFile:
-    """The file that a task name is loaded from where none is given."""
-    return next(file for file in FILES if file.task_name == task_name)
-
-
-def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """A note where a file's decompressed content is none of those published for a task name, else empty."""
+def _difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
+    """Say where a file's decompressed content is none of those published for a task name; else empty."""
     found = hashlib.sha256(content).hexdigest()
-    either = {"mbpp", "mbpp-sanitized"}  # the reader of one form reads both
-    names = either if task_name in either else {task_name}
+    names = _MBPP_NAMES if task_name in _MBPP_NAMES else {task_name}  # the reader of one form reads both
     pinned = [file for file in FILES if file.task_name in names]
     if not pinned or found in (file.sha256 for file in pinned):
         return ""
@@ -223,12 +216,9 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
     return f"{path} is not the published data: {problems} problems, sha256 {found[:12]} (published: {known})"
 
 
-def hub_records(task_name: str) -> tuple[list[Record], str, str]:
-    """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
-
-    An InputError where they cannot be loaded, e.g. without a network; the remedy is a local file.
-    """
-    file = published_file(task_name)
+def _hub_records(task_name: str) -> tuple[list[Record], str, str]:
+    """Load a published data set in order of its ids, with its origin, and a note on an unexpected number."""
+    file = next(file for file in FILES if file.task_name == task_name)
     origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url
     try:
         rows = _rows(file)
@@ -280,7 +270,7 @@ def load_tasks(
     limit: int | None = None,
     task_ids: Sequence[str | int] | None = None,
 ) -> TaskSet:
-    """The tasks of a source.
+    """Load the tasks of a source.
 
     Args:
         name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
@@ -306,9 +296,11 @@ def load_tasks(
         raise InputError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
     tasks = _parsed(name, records)
-    examples = _examples(name, tasks)
     if name == "embedded" or (own and name in _MBPP_NAMES):
-        examples = tuple(map(_READERS[name], _packaged(fewshot_tasks())))
+        examples = list(map(_READERS[name], _packaged(fewshot_tasks())))
+    else:  # MBPP's, the paper's three first
+        solved = [task for task in _within(tasks, "prompt") if task.reference and name in _MBPP_NAMES]
+        examples = sorted(solved, key=lambda task: task.task_id not in _PROMPT_ORDER)
     if task_ids is not None:
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
@@ -316,13 +308,13 @@ def load_tasks(
             raise InputError("`task_ids` names no task; leave it out for all tasks")
     else:
         chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
-    return TaskSet(own or name, origin, tuple(chosen[:limit]), examples, "" if own else note)
+    return TaskSet(own or name, origin, tuple(chosen[:limit]), tuple(examples), "" if own else note)
 
 
 def _form_of(data: Path) -> str:
-    """The name whose form the records of a file have."""
+    """Return the name whose form the records of a file have."""
     record = parse_records(read_bytes(data), data)[0]
-    found = recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
+    found = _recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
     if found not in _READERS or found == "apps":
         raise record.error(
             "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
@@ -332,17 +324,17 @@ def _form_of(data: Path) -> str:
 
 
 def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
-    """Records, where they were read, and a line where they are not the published ones."""
+    """Read records; returns their origin too, and a line where they are not the published ones."""
     if data is not None:
         content = read_bytes(data)
         records = parse_records(content, data)
         _check_form(name, records[0])
-        return records, str(data), difference(name, data, content, len(records))
+        return records, str(data), _difference(name, data, content, len(records))
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
     if name in ("apps", "prompts"):
         raise InputError(f"the tasks {name} need a file in their form; pass `data=FILE`")
-    return hub_records(name)
+    return _hub_records(name)
 
 
 def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
@@ -350,7 +342,7 @@ def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
 
 
 def _check_form(name: str, record: Record) -> None:
-    found = recognised(record)
+    found = _recognised(record)
     expected = "mbpp" if name == "embedded" or name in _MBPP_NAMES else name
     if found and found != expected:
         remedy = f'pass `task="{found}"`' if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
@@ -379,19 +371,10 @@ def _require_characters(record: Record, task: Task) -> None:
         raise record.error(f"{half!a} is no character but half of a surrogate pair; mend that record") from error
 
 
-def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """MBPP's tasks for few-shot prompts, the paper's three first."""
-    if name not in _MBPP_NAMES:
-        return ()
-    found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
-    return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))
-
-
 def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
     if split == "all":
         return list(tasks)
-    found = _within(tasks, *SPLITS[split])
-    if not found:
+    if not (found := _within(tasks, split)):
         first, last = SPLITS[split]
         raise InputError(
             f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
@@ -400,7 +383,8 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
     return found
 
 
-def _within(tasks: Sequence[Task], first: int, last: int) -> list[Task]:
+def _within(tasks: Sequence[Task], split: str) -> list[Task]:
+    first, last = SPLITS[split]
     numbers = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
     return [task for task, number in numbers if number.isdecimal() and first <= int(number) <= last]
 
@@ -421,7 +405,7 @@ class TaskSet:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the tasks and examples: equal for the same tasks wherever they were read."""
+        """Hash of the tasks and examples: equal for the same tasks wherever they were read."""
         content = [[asdict(task) for task in tasks] for tasks in (self.tasks, self.examples)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -434,7 +418,7 @@ class TaskIds:
         self._prefixes = {prefix for prefix, _ in self._tasks}
 
     def find(self, given: object) -> Task | None:
-        """The task with an integer or a text, with or without the data set's name, for its id."""
+        """Return the task with an integer or a text, with or without the data set's name, for its id."""
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             return None
         prefix, number = _key(str(given).strip())
@@ -443,7 +427,7 @@ class TaskIds:
         return found[0] if len(found) == 1 else None
 
     def require(self, given: object, place: str = "") -> Task:
-        """The task with an id; an InputError if there is none."""
+        """As `find`; an InputError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]
@@ -453,6 +437,6 @@ class TaskIds:
 
 
 def _key(task_id: str) -> tuple[str, str]:
-    """Data set's name in lower case, and number; an id of another form is its own name."""
+    """Split an id into data set's name in lower case, and number; one of another form is its own name."""
     match = _ID.fullmatch(task_id)
     return (task_id, "") if match is None else ((match[1] or "").lower(), str(int(match[2])))
