@@ -386,7 +386,6 @@ def test_lines_are_those_that_were_added_or_replaced(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
-
     monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     tasks = [Task("a", "python", "", "", ("assert f() == 1",))]
     samples = [Sample("a", index, f"def f(): return {index % 5}") for index in range(20)]
@@ -395,7 +394,7 @@ def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
     def score_slowly(by_id, part, **options):
         from hf_fastdecode.evals.records import Verdict
 
-        time.sleep(0.05)
+        time.sleep(0.2)
         (tmp_path / f"by-{os.getpid()}-{part[0].index}").touch()
         return [Verdict(one.task_id, one.index, "pass" if one.index % 5 == 1 else "fail") for one in part]
 
