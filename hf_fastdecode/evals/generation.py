@@ -144,8 +144,6 @@ def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """The rows of a call."""
-
     call: Drawn
     processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
     finished_at: list[float]  # when each row finished, by `time.perf_counter`
@@ -225,7 +223,6 @@ def _sum(log_probs: Tensor, row: int, kept: int) -> float:
 
 
 def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], special: bool, characters: int) -> int:
-    """Count the tokens that make the first `characters` characters of text."""
     if not characters:
         return 0
 
@@ -382,7 +379,6 @@ def weights_digest(model: Any) -> str:
 
 
 def _plain(value: Any) -> Iterator[Tensor]:
-    """Take a value of a state dict apart into tensors: several for a quantised one."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from _plain(getattr(value, name))

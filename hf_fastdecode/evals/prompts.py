@@ -144,7 +144,6 @@ class PromptFormat:
 
 
 def function_end(task: Task) -> StopRule:
-    """Make the rule that ends a completion with the function that the task's stem begins."""
     if task.language == "python":
         return PythonFunctionEnd(_stem(task), task.entry_point)
     return BraceEnd(task.language, _stem(task), task.entry_point)
@@ -173,7 +172,6 @@ def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
 
 
 def _described(task: Task) -> Task:
-    """Refuse a task without a description and asserts."""
     if task.stem and not task.tests:
         raise InputError(
             f"task {task.task_id} is a prompt without tests; the prompt format austin is for MBPP's description and "

@@ -171,15 +171,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Step:
-    """The best accuracy within a time budget, and the n and seconds that give it."""
-
     seconds: float
     n: int
     value: float
 
 
 def lines_of(rows: Iterable[Latency]) -> list[Line]:
-    """Group the rows that have numbers into lines, in the order of the rows."""
     found: dict[tuple[str, Way, Mode], list[Latency]] = {}
     for row in rows:
         if row.status == "ok":
@@ -230,7 +227,6 @@ class Report:
 
     @property
     def title(self) -> str:
-        """Model, task and number of samples in a line."""
         run = self.settings["run"]
         parts = [f"{name} {run[name]}" for name in ("model", "task") if run.get(name)]
         if self.accuracy is not None:
@@ -285,8 +281,6 @@ def report(
 
 @dataclass(frozen=True)
 class _Judged:
-    """The samples and verdicts of a run folder, of which at least one sample was judged."""
-
     folder: Path
     deduplicate: Deduplicate
     samples: list[Sample]
@@ -319,7 +313,6 @@ class _Judged:
         return [len(pool.passed) for pool in self.pools]
 
     def ns(self, ks: Sequence[int] | None, timed: Sequence[int]) -> list[int]:
-        """Numbers of samples: those asked for, or the powers of two and those that were timed."""
         fewest = min(self.sizes)
         if ks is None:
             return sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})
@@ -331,7 +324,6 @@ class _Judged:
         return sorted(set(ks))
 
     def accuracy(self, m: int | None, ns: Sequence[int], seed: int) -> Accuracy:
-        """Measure all rankers, or without `m` pass@n alone."""
         if m is not None and (unknown := sum(score is None for pool in self.pools for score in pool.mean_logp)):
             raise InputError(
                 f"{self.folder / SAMPLES}: pass@top{m} ranks by log-probabilities, which {unknown:,} of "
@@ -355,7 +347,6 @@ class _Judged:
         return Accuracy(m, tuple(ns), curves, tuple(counts), statuses, at_most)
 
     def notes(self, *, ranked: bool) -> list[str]:
-        """Say what a reader must know about samples and verdicts."""
         notes = []
         least, most = min(self.sizes), max(self.sizes)
         if self.left_out:
@@ -395,7 +386,6 @@ def _failures(latency: Sequence[Latency]) -> list[str]:
 
 
 def _subject(path: Path) -> dict[str, str]:
-    """Model, dtype and task of ``latency.csv``, where its columns name them."""
     first = read_rows(path)[0]
     return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
 

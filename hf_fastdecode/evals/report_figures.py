@@ -29,7 +29,6 @@ _SIDES: Final[dict[str, dict[str, Any]]] = {
 
 
 def unit_of(seconds: Iterable[float]) -> tuple[float, str]:
-    """Return the factor and the name of the unit in which times read best."""
     return (1.0, "s") if max(seconds, default=0.0) >= 10 else (1e3, "ms")
 
 
@@ -104,7 +103,6 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
 
 
 def _nearer(mark: Mark, box: Any) -> int:
-    """Count the points of the axis that are nearer to a box than the point that it belongs to."""
     points = [mark.axis.transData.transform(np.column_stack(line.get_data())) for line in mark.axis.lines]
     middle = (box.min + box.max) / 2
     own = np.hypot(*(mark.axis.transData.transform(mark.point) - middle))

@@ -80,7 +80,6 @@ def _percent(curve: Curve, at: int) -> str:
 
 
 def _ratio(row: Latency, found: Report) -> str:
-    """Divide stock's latency by that of a shared row."""
     if row.way != "shared":
         return ""
     stock = [other for other in found.latency if (other.way, other.device, other.n) == ("stock", row.device, row.n)]
@@ -256,7 +255,6 @@ def _accuracy_fields(accuracy: Accuracy) -> dict[str, Any]:
 
 
 def _known(value: Any) -> Any:
-    """Replace numbers that are not finite, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _known(own) for name, own in value.items()}
     if isinstance(value, list | tuple):

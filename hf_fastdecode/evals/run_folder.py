@@ -83,7 +83,6 @@ class _HeldError(Exception):
 
 
 def part_files(whole: Path) -> list[Path]:
-    """List the files of the processes that share the work of one file."""
     return sorted(whole.parent.glob(f"{whole.stem}.part-*{whole.suffix}"))
 
 
@@ -109,7 +108,6 @@ def work(
 
 @contextmanager
 def _own_part(whole: Path) -> Iterator[JsonlWriter]:
-    """Open the first part that no process writes to."""
     for number in itertools.count(1):
         path = whole.with_name(f"{whole.stem}.part-{number}{whole.suffix}")
         try:
@@ -266,19 +264,15 @@ def _digest(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The samples of one call."""
-
     tasks: tuple[int, ...]  # their numbers in the run
     first: int  # index of each task's first sample
     count: int  # samples of each task
 
     def seed(self, run_seed: int, task_ids: Sequence[str]) -> int:
-        """Derive the call's seed from that of the run, the ids of its tasks and its first sample."""
         text = "\n".join([str(run_seed), str(self.first), *(task_ids[task] for task in self.tasks)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def keys(self, task_ids: Sequence[str]) -> list[tuple[str, int]]:
-        """List task and index of each sample, in the order of the call's rows."""
         return [(task_ids[task], self.first + offset) for task in self.tasks for offset in range(self.count)]
 
 
@@ -326,7 +320,6 @@ def _held(path: Path) -> InputError:
 
 
 def _remove_incomplete(path: Path, units: Sequence[frozenset[tuple[str, int]]]) -> None:
-    """Leave one line for each sample, of those units whose samples are all there."""
     lines = list(read_jsonl(path))
     found: dict[tuple[Any, Any], dict[str, Any]] = {}
     for line in lines:

@@ -20,8 +20,6 @@ Kind = Literal["word", "punctuation", "string", "comment"]
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of a program; white space is not a token."""
-
     kind: Kind  # numbers are words; regular expressions and pieces of template literals are strings
     text: str
     start: int  # position in the text
@@ -187,8 +185,6 @@ class StopRule(ABC):
 
 
 class Unbounded(StopRule):
-    """Never ends."""
-
     def _restart(self) -> None:
         pass
 
@@ -370,7 +366,6 @@ class BraceEnd(StopRule):
         return len(text) if end is None else end
 
     def completion(self, text: str) -> str:
-        """The kept text, and the braces that close the stem's other blocks."""
         kept = super().completion(text)
         still_open = self._opened + sum(map(_step, tokens(kept, self._language)))
         return kept if self._item_end is None else kept + "\n}" * still_open
@@ -436,7 +431,6 @@ class BraceEnd(StopRule):
 
 
 def _name(header: list[Token]) -> str:
-    """Return the name that a header defines: the word after class or its like, else the last word."""
     words = [token.text for token in header if token.kind == "word"]
     for keyword, name in pairwise(words):
         if keyword in _NAMED_BY_KEYWORD:

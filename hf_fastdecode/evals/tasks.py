@@ -68,7 +68,6 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
 
 def prompt_task(record: Record) -> Task:
-    """Read a text to be continued, without tests."""
     if of_tasks := sorted(_TASK_FIELDS & record.fields.keys()):
         raise record.error(
             f"fields of a programming task: {', '.join(of_tasks)}; name a file of such tasks alone, the first "
@@ -111,7 +110,6 @@ def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
 
 
 def _recognised(record: Record) -> str:
-    """Return the task name that a record's fields suggest; empty where they suggest none."""
     fields = record.fields
     if "test_list" in fields:
         return "mbpp"
@@ -142,8 +140,6 @@ _GOOGLE: Final = "https://raw.githubusercontent.com/google-research/google-resea
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a data set."""
-
     task_name: str  # the source that reads it
     url: str
     problems: int
@@ -312,7 +308,6 @@ def load_tasks(
 
 
 def _form_of(data: Path) -> str:
-    """Return the name whose form the records of a file have."""
     record = parse_records(read_bytes(data), data)[0]
     found = _recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
     if found not in _READERS or found == "apps":
@@ -395,8 +390,6 @@ _MBPP: Final = "mbpp"  # tools write MBPP's ids as 11, Mbpp/11 and MBPP/11
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Tasks of one source."""
-
     name: str  # of the source, such as mbpp
     origin: str  # where the tasks were read
     tasks: tuple[Task, ...]  # the chosen ones, in the source's order; at least one

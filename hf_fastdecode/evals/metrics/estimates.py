@@ -228,7 +228,6 @@ def group_sizes(passed: Sequence[bool], keys: Sequence[Hashable]) -> tuple[Count
 
 
 def check_pool(passed: Sized, keys: Sized) -> None:
-    """Refuse an empty pool, and one whose columns differ in length, with a ValueError."""
     if not len(passed):
         raise ValueError("a pool must hold at least one sample, got none; leave the task out")
     if len(keys) != len(passed):
@@ -236,7 +235,6 @@ def check_pool(passed: Sized, keys: Sized) -> None:
 
 
 def checked_scores(scores: Sequence[float | None], samples: int) -> list[float]:
-    """Refuse scores of which one is missing or NaN with a ValueError."""
     if len(scores) != samples:
         raise ValueError(f"there must be one score a sample, got {len(scores)} scores for {samples} samples")
     known = [score for score in scores if score is not None and not math.isnan(score)]
@@ -249,13 +247,11 @@ def checked_scores(scores: Sequence[float | None], samples: int) -> list[float]:
 
 
 def check_m(m: int) -> None:
-    """Refuse a number of candidates below 1 with a ValueError."""
     if m < 1:
         raise ValueError(f"m must be at least 1, got {m}; it counts the candidates that are run")
 
 
 def check_ns(ns: Sequence[int], samples: int) -> None:
-    """Refuse numbers of samples that a pool does not have with a ValueError."""
     if out := [n for n in ns if not 1 <= n <= samples]:
         raise ValueError(
             f"n must be between 1 and the pool's {samples} samples, got {out[0]}; draw more samples or leave it out"

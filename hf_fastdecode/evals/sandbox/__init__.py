@@ -79,14 +79,11 @@ def prove_forks(backend: Backend) -> str | None:
 
 @dataclass(frozen=True)
 class _Host:
-    """Resources of the host that a probe tries to reach."""
-
     job: dict[str, Any]  # input of the probe
     canary: subprocess.Popen[bytes]  # a process that has one of the probe's words as an argument
     mark: str  # an argument of the probe itself
 
     def refusal(self, start: Callable[[], SandboxedProcess]) -> str | None:
-        """Return the escapes of a probe started by `start`; None where it finds none."""
         before = len(processes_with(self.mark))
         with start() as process:
             with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer

@@ -41,8 +41,6 @@ _BWRAP: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "
 
 @dataclass(frozen=True)
 class Bubblewrap(Backend):
-    """The program `bwrap`."""
-
     name: str = "bwrap"
 
     def missing(self) -> str | None:
@@ -58,7 +56,6 @@ class Bubblewrap(Backend):
 
 
 def _bubblewrap(rights: Sequence[str], view: View, scratch_bytes: int, argv: Sequence[str]) -> Launch:
-    """Run a command line as the first process of new namespaces, with `rights` over them or without."""
     paths = sources(view.readable)
     command = [tool("bwrap"), *_BWRAP, *rights, "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
@@ -86,8 +83,6 @@ _FILES: Final = 4096  # of the writable folder: files without content take memor
 
 @dataclass(frozen=True)
 class Unshare(Backend):
-    """The programs `unshare` and `mount`."""
-
     name: str = "unshare"
 
     def missing(self) -> str | None:
@@ -144,7 +139,6 @@ def _quoted(root: Path, *paths: Path) -> str:
 
 
 def _closing() -> Iterator[str]:
-    """Shell commands that give the rights away and run the program."""
     yield f"cd {SCRATCH}"
     # Of the one user namespace allowed, the next command makes use; the program cannot make another.
     yield "echo 1 > /proc/sys/user/max_user_namespaces"
@@ -165,7 +159,6 @@ def _mount_points(path: Path) -> list[Path]:
 
 
 def _locked(path: Path) -> str:
-    """Return the options of a mount that a user namespace may not take away."""
     flags = os.statvfs(path).f_flag
     names = ("nosuid", "nodev", "noexec", "noatime", "relatime")
     return "".join(f",{name}" for name in names if flags & getattr(os, f"ST_{name.upper()}"))
@@ -229,8 +222,6 @@ _PROCESSES_OF_NOBODY: Final = 4096  # in all containers together; --pids-limit i
 
 @dataclass(frozen=True)
 class Container(Backend):
-    """The program `docker` or `podman`."""
-
     name: str
 
     def missing(self) -> str | None:
@@ -240,7 +231,6 @@ class Container(Backend):
         return None if done.returncode == 0 else f"`{self.name} info` fails: {_last_line(done.stderr)}"
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """Run as `nobody` without network or capabilities."""
         container = f"hf-fastdecode-{secrets.token_hex(8)}"
         command = [self.name, "run", "--rm", "--interactive", "--name", container]
         command += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
@@ -271,7 +261,6 @@ class Container(Backend):
 
 @cache
 def _empty_image(program: str, links: tuple[tuple[str, str], ...]) -> str:
-    """Import an image of nothing but symbolic links, and return its id."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, target in links:
@@ -303,7 +292,6 @@ def _only_podman() -> list[str]:
 
 
 def _first_process_of(container: str) -> int | None:
-    """Find the first process of a container, which is not a descendant of the client."""
     found = (pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh")
     return next(found, None)
 

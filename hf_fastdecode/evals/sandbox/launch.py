@@ -199,8 +199,6 @@ _PACKAGES: Final = ("lib*/python*/site-packages", "lib*/python*/dist-packages", 
 
 @dataclass(frozen=True)
 class View:
-    """A read-only part of the host's file system."""
-
     readable: tuple[Path, ...]  # folders and files, at the paths that they have on the host
     links: tuple[tuple[Path, str], ...]  # symbolic links to folders among them: path and target
     hidden: tuple[Path, ...]  # folders below them that appear empty
@@ -262,8 +260,6 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line that sets a sandbox up and runs a program in it."""
-
     command: list[str]
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)  # complete
     folder: Path = Path("/")  # working directory on the host

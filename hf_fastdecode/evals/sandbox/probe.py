@@ -50,7 +50,6 @@ def _network(job: dict[str, Any]) -> bool:
 
 
 def _write(job: dict[str, Any]) -> bool:
-    """Make a file in any mounted folder but the writable one."""
     with open("/proc/self/mountinfo") as mounts:  # a message queue is small: RLIMIT_MSGQUEUE
         folders = {line.split()[4] for line in mounts if " - mqueue " not in line}
     folders |= {job["home"], "/usr", "/etc", "/var", "/dev/shm"}
@@ -75,7 +74,6 @@ def _fill(job: dict[str, Any]) -> bool:
 
 
 def _processes(job: dict[str, Any]) -> bool:
-    """Find the host's process by its arguments or its number, and try to kill it."""
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as arguments:
             if job["token"].encode() in arguments.read().split(b"\0"):

@@ -159,7 +159,6 @@ class Command(Holder):
             raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
 
     def said(self) -> bytes:
-        """Read its standard error until now, for an unexpected end."""
         said = b""
         while wait_for(self.stderr.fileno(), _SAID_SECONDS) and (more := os.read(self.stderr.fileno(), 1 << 16)):
             said += more
@@ -308,7 +307,6 @@ class SandboxedProcess:
         self.kill()
 
     def _pump(self, done: Callable[[], bool]) -> None:
-        """Move bytes until something is done, within the limits."""
         # While its host was busy elsewhere, e.g. with the process that asks it, its time stood still.
         idle = time.monotonic() - self._waited
         self._deadline, self._renewed = self._deadline + idle, self._renewed + idle
@@ -354,8 +352,6 @@ _LONGEST_REPORT: Final = 4096
 
 @dataclass(frozen=True)
 class ForkedPython:
-    """The initial state of each forked process."""
-
     imports: tuple[str, ...]  # modules of the standard library
     modules: tuple[tuple[str, CodeType], ...]  # names and code of further ones, run once, before any process is forked
     program: str  # Python statements that each process runs then, in one line
@@ -392,7 +388,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """The host's process whose descendants are the interpreter and its forks."""
         return self._command.pid
 
     def fork(self, limits: Limits) -> SandboxedProcess:
@@ -432,8 +427,6 @@ class ForkServer:
 
 
 class _Fork(Holder):
-    """A process of a fork server, which is asked for it over a socket."""
-
     def __init__(self, control: socket.socket, limits: Limits):
         self.limits = limits
         self.pid = self.first = -1
@@ -456,7 +449,6 @@ class _Fork(Holder):
             reports.close()  # so that reports end with those who write them
 
     def await_ready(self) -> None:
-        """Wait until its sandbox is set up; a SandboxError if that fails."""
         try:
             said, descriptors, _, _ = socket.recv_fds(self._report, _LONGEST_REPORT, 1)
             if said != b"ready" or not descriptors:

@@ -101,8 +101,6 @@ def _settle_sandbox_errors(
 
 
 class _Board:
-    """Hands programs out to worker threads, each with runners of its own."""
-
     def __init__(self, tasks: Mapping[str, Task], sandbox: Sandbox, limits: Limits | None):
         self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
 
@@ -167,7 +165,6 @@ def _checked(runner: Runner, task: Task, completion: str) -> Result:
 
 
 def usable_cpus() -> int:
-    """Count the CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -209,7 +206,6 @@ def judge(
     known: dict[tuple[Any, ...], Verdict] = {}
 
     def left(part: Sequence[Sample]) -> list[Sample]:
-        """Return the samples without a verdict in the files."""
         if not all(_identity(sample, programs[sample]) in known for sample in part):
             known.update(_known(path, lines.new()))
         return [sample for sample in part if _identity(sample, programs[sample]) not in known]
@@ -245,7 +241,6 @@ def _line(verdict: Verdict, program: str) -> dict[str, Any]:
 
 
 def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Write these lines to a file, followed by the latest line of each other sample that it had."""
     found = list(read_jsonl(path)) if path.exists() else []
     others = {sample_key(line): line for line in found if {"task_id", "index"} <= line.keys()}
     for line in lines:
@@ -263,7 +258,6 @@ def _parts(in_order: Sequence[Sample], programs: dict[Sample, str], count: int) 
 
 
 def _known(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """Find the verdicts among lines of result files that need not be formed again."""
     for line in lines:
         if "status" not in line:
             raise InputError(f"{path} holds lines that are no results; name another `out`")
@@ -277,7 +271,6 @@ def _identity(one: Sample | Verdict, program: str) -> tuple[Any, ...]:
 
 
 def _digest(task: Task, sample: Sample, limits: Limits | None) -> str:
-    """Hash all that decides a sample's verdict."""
     language = LANGUAGES[task.language]
     content = asdict(task) | {
         "completion": sample.completion,

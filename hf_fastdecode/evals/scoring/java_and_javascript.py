@@ -38,7 +38,6 @@ class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """A ValueError where the task's stem does not end with the signature of a static method."""
         stand_in = _stand_in(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
@@ -152,7 +151,6 @@ class StandIn:
 
 
 def _split(parameters: str) -> list[str]:
-    """Parameters, separated by the commas outside of type arguments."""
     parts, depth = [""], 0
     for letter in parameters:
         depth += (letter == "<") - (letter == ">")
@@ -180,7 +178,6 @@ class JavaScriptRunner(PairRunner):
     """Checks programs as CommonJS modules, each in a new process."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """A ValueError where the task has no tests or names no function."""
         _check_task(task)
         return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
 

@@ -123,7 +123,6 @@ class PairRunner(ABC):
         self._server_is_new = True
 
     def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests; see `Runner`."""
         try:
             return self._check(task, completion)
         except SandboxError:
@@ -241,7 +240,6 @@ class PairRunner(ABC):
         raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
 
     def _server_failed(self, server: Peer, error: EOFError | OSError | LimitExceeded, what: str) -> Result:
-        """Return the result of a program with which the server has ended or met a limit."""
         if not isinstance(error, LimitExceeded):
             return self._attributed(_ended(server.process, f"{what} ended"))
         return self._attributed(Result(error.status, f"{what} {error.detail}", error.load))
@@ -271,7 +269,6 @@ def _asked(candidate: Peer, when: str, *request: bytes | str) -> list[bytes] | R
 
 
 def _ended(process: SandboxedProcess, detail: str) -> Result:
-    """Return the result of a program that ended its process."""
     try:
         code = process.wait()
     except LimitExceeded as error:

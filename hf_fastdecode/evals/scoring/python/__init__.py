@@ -90,7 +90,6 @@ class PythonRunner(PairRunner):
 
 
 def _start(role: Role) -> str:
-    """Statements that run the last of a role's modules, and leave out the costly end of an interpreter."""
     main = f'sys.modules["{_PACKAGE}.{_MODULES[role][-1]}"].main'
     return f'{main}(sys.modules["{_PACKAGE}.plain"].Messages()); os._exit(0)'
 
@@ -113,7 +112,6 @@ for name, code in marshal.loads(zlib.decompress(binascii.a2b_base64({data!r}))):
 
 @cache
 def _compiled(role: Role) -> tuple[tuple[str, CodeType], ...]:
-    """Names and code of a role's modules; the last one is the program."""
     codes = []
     for module in _MODULES[role]:
         source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")

@@ -102,8 +102,6 @@ def main(messages: Messages) -> None:
 
 
 class _Service:
-    """Carries out requests, and keeps the objects that were sent as handles."""
-
     def __init__(self, scope: dict[str, Any]):
         self.scope = scope
         self.objects: list[Any] = []  # by number
@@ -146,7 +144,6 @@ class _Service:
         return dumps([*news, narrowed, changed_parts, changed, printed.getvalue(), content])
 
     def contents(self, parts: list[Any]) -> list[bytes]:
-        """Encode position and content of each of some containers, which may hold others of them."""
         return [self.dumps([position, content_of(part)], parts) for position, part in enumerate(parts)]
 
     def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
@@ -170,7 +167,6 @@ class _Service:
             pass
 
     def has_changed(self) -> bool:
-        """Whether a container is no longer as the tests' copy of it was."""
         return any(self.dumps(content_of(part)) != content for part, content in self.copied)
 
     def changed_names(self) -> list[Any]:

@@ -70,7 +70,6 @@ def _trees(task: Task) -> list[ast.Module]:
 
 
 def _wanted(task: Task, trees: list[ast.Module], nodes: list[ast.AST], used: set[str]) -> set[str]:
-    """Names that the program has to define or import, at least one."""
     at_top = [node for tree in trees for node in tree.body]
     defined = {node.name for node in at_top if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     imports = [node for node in at_top if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -87,7 +86,6 @@ def _called(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _complete(stem: str) -> str:
-    """Make a stem a program by itself; empty where that fails."""
     for program in (stem, stem.rstrip() + " pass"):  # one that ends with a signature
         try:
             ast.parse(program)
@@ -155,7 +153,6 @@ def _run(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 
 def _bound(nodes: Iterable[ast.AST]) -> set[str]:
-    """Names that are assigned, defined or imported."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, _DEFINITIONS):
@@ -213,7 +210,6 @@ def _finds_definitions(nodes: Iterable[ast.AST]) -> bool:
 
 
 def _named(node: ast.AST) -> str:
-    """The name, attribute or import of a node, else empty."""
     if isinstance(node, ast.alias):
         return node.name.rpartition(".")[2]
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

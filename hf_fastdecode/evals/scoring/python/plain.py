@@ -228,7 +228,6 @@ def loads(
 
 
 def is_plain(kind: type) -> bool:
-    """Whether a class other than `object` travels as plain data."""
     return _code_of(kind) != b""
 
 

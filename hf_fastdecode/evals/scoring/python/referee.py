@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def main(messages: Messages) -> None:
-    """Carry out the job of the first message."""
     messages.send(b"started")
     content, nonce = messages.receive()
     job = loads(content)
@@ -122,7 +121,6 @@ def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
 
 
 def _of_stem(value: Any) -> bool:
-    """Whether the stem defines this class, or the class of this object."""
     return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
 
 
@@ -174,7 +172,6 @@ def _watched_results() -> list[Any]:
 
 
 def _line(error: BaseException, sources: dict[str, str]) -> str:
-    """Describe an exception, with the line of the tests that it came from."""
     line, trace = "", error.__traceback__
     while trace is not None:
         if source := sources.get(name := trace.tb_frame.f_code.co_filename):
