@@ -1,4 +1,4 @@
-"""Scoring of samples on their tasks' tests: equal programs once, several at a time, alone again in doubt; into a file."""
+"""Scoring of samples on the tests of their tasks: equal programs once, several at a time, in doubt again alone."""
 
 from __future__ import annotations
 
