@@ -154,48 +154,34 @@ class PublishedFile:
 # The first file of a task name is the one that is loaded where none is given.
 FILES: Final = (
     PublishedFile(
-        "mbpp",
-        f"{_GOOGLE}/mbpp.jsonl",
-        974,
+        *("mbpp", f"{_GOOGLE}/mbpp.jsonl", 974),
         "ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
-        ("google-research-datasets/mbpp", "full"),
+        hub=("google-research-datasets/mbpp", "full"),
     ),
     PublishedFile(
-        "mbpp-sanitized",
-        f"{_GOOGLE}/sanitized-mbpp.json",
-        427,
+        *("mbpp-sanitized", f"{_GOOGLE}/sanitized-mbpp.json", 427),
         "ca95deaa9a01ef0a6f439f88bcf0dd3db3563d22f22aad6cae04ebb9a8d8c8e9",
-        ("google-research-datasets/mbpp", "sanitized"),
+        hub=("google-research-datasets/mbpp", "sanitized"),
     ),
     PublishedFile(
-        "mbxp-python",
-        f"{_MXEVAL}/data/mbxp/mbpp_release_v1.jsonl",
-        974,
+        *("mbxp-python", f"{_MXEVAL}/data/mbxp/mbpp_release_v1.jsonl", 974),
         "2ea7949f20ed5ecaacf4c9970d29430ec3f13772f4dd379665b1234f14b0ec3e",
     ),
     PublishedFile(
-        "mbxp-java",
-        f"{_MXEVAL}/data/mbxp/mbjp_release_v1.2.jsonl",
-        966,
+        *("mbxp-java", f"{_MXEVAL}/data/mbxp/mbjp_release_v1.2.jsonl", 966),
         "139a0fcdff2f4c6d456c546c82f43a1f389dfe3125f5f2c3f6a12f478483dffd",
     ),
     PublishedFile(
-        "mbxp-javascript",
-        f"{_MXEVAL}/data/mbxp/mbjsp_release_v1.2.jsonl",
-        966,
+        *("mbxp-javascript", f"{_MXEVAL}/data/mbxp/mbjsp_release_v1.2.jsonl", 966),
         "9e443a1911bcedd8b5193f43d3217666fbf669cd00d54265941a8eb17e396f5a",
     ),
     PublishedFile(
-        "humaneval",
-        f"{_OPENAI}/data/HumanEval.jsonl.gz",
-        164,
+        *("humaneval", f"{_OPENAI}/data/HumanEval.jsonl.gz", 164),
         "1d49078ba3e2b196b9344535bef34a43021f038fad9561d6ee7c53450609a6a2",
-        ("openai/openai_humaneval", "openai_humaneval"),
+        hub=("openai/openai_humaneval", "openai_humaneval"),
     ),
     PublishedFile(
-        "humaneval",
-        f"{_MXEVAL}/data/multilingual_humaneval/HumanEval.jsonl",
-        164,
+        *("humaneval", f"{_MXEVAL}/data/multilingual_humaneval/HumanEval.jsonl", 164),
         "ee8ed1495a18a21d3c285c031d38940e3208f1616dc386a32a8d28e968fe94d8",
     ),
 )

@@ -19,8 +19,7 @@ import pytest
 from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose, python_command
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
-from hf_fastdecode.evals.scoring.python import PythonRunner
-from hf_fastdecode.evals.scoring.python.job import job_of
+from hf_fastdecode.evals.scoring.python import PythonRunner, job_of
 from hf_fastdecode.evals.scoring.runner import BrokenServerError, PairRunner, Role, command_version
 
 from ..cases import exhaustive_but

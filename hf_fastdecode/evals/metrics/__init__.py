@@ -1,7 +1,6 @@
 """Metrics over pools of judged samples: pass@k, pass@top-m and other rankers, intervals over problems.
 
-Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, whose
-import takes seconds, so it is imported when it is first asked for.
+Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, which is imported on demand: it takes seconds.
 """
 
 from __future__ import annotations
@@ -19,37 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..records import Sample, Verdict
-from .estimates import (
-    bootstrap_interval,
-    check_m,
-    check_ns,
-    group_sizes,
-    pass_at_first_m,
-    pass_at_k,
-    pass_at_n,
-    pass_at_top_m,
-    powers_of_two,
-)
+from .estimates import check_m, check_ns, group_sizes, pass_at_first_m, pass_at_k, pass_at_n, pass_at_top_m
 
 if TYPE_CHECKING:
     from .evaluate_metric import PassAtTopK
 
-__all__ = [
-    "RANKERS",
-    "PassAtTopK",
-    "Pool",
-    "Ranker",
-    "ast_key",
-    "bootstrap_interval",
-    "build_pools",
-    "pass_at_first_m",
-    "pass_at_k",
-    "pass_at_n",
-    "pass_at_ranker",
-    "pass_at_top_m",
-    "pass_at_votes",
-    "powers_of_two",
-]
+__all__ = ["RANKERS", "Pool", "Ranker", "ast_key", "build_pools", "pass_at_ranker", "pass_at_votes"]
+__all__ += ["PassAtTopK", "pass_at_first_m", "pass_at_k", "pass_at_n", "pass_at_top_m"]
 
 
 def __getattr__(name: str) -> Any:
@@ -188,9 +163,6 @@ def pass_at_ranker(
 
     Returns:
         Probabilities and, where they are estimates, standard errors, both [len(ns)].
-
-    Raises:
-        ValueError: A number is out of bounds, a log-probability is missing, or equal samples differ in `passed`.
     """
     try:
         check_ns(ns, len(pool.passed))

@@ -31,20 +31,8 @@ from .launch import (
 )
 from .process import Command, ForkedPython, ForkServer, SandboxedProcess
 
-__all__ = [
-    "BACKENDS",
-    "ForkServer",
-    "ForkedPython",
-    "LimitExceeded",
-    "Limits",
-    "Sandbox",
-    "SandboxError",
-    "SandboxedProcess",
-    "choose",
-    "prove",
-    "prove_forks",
-    "python_command",
-]
+__all__ = ["BACKENDS", "Limits", "Sandbox", "SandboxError", "choose", "prove", "prove_forks", "python_command"]
+__all__ += ["ForkServer", "ForkedPython", "LimitExceeded", "SandboxedProcess"]
 
 _PROBE: Final = Path(__file__).with_name("probe.py")
 _LIMITS: Final = Limits(scratch_bytes=1 << 20, file_bytes=4 << 20, processes=16, wall_seconds=30)

@@ -47,11 +47,8 @@ def score(
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
     runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
     the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
-    Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
-
-    Raises:
-        ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
-        SandboxError: Programs of a language cannot be checked on this machine.
+    Otherwise the status ``sandbox_error`` remains. A ValueError for a sample without a task, or with tests that cannot
+    be run; a SandboxError where programs of a language cannot be checked on this machine.
     """
     programs = dict.fromkeys((sample.task_id, sample.completion) for sample in samples)
     if unknown := sorted({task_id for task_id, _ in programs} - tasks.keys()):
@@ -189,13 +186,8 @@ def judge(
 
     Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
     same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
-    each of these samples, in their order, and then one for each other sample that it had.
-
-    Returns:
-        A verdict per sample, in their order.
-
-    Raises:
-        InputError: The file holds something other than results, or another process scores into it.
+    each of these samples, in their order as the returned verdicts, and then one for each other sample that it had. An
+    InputError where the file holds something other than results, or another process scores into it.
     """
     workers = workers or usable_cpus()
     by_id = {task.task_id: task for task in tasks}

@@ -174,7 +174,7 @@ _DATA_TYPES = (int, float, complex, bool, str, bytes, bytearray, list, tuple, se
 ALL_NAMES = frozenset(name for name in vars(builtins) if not name.startswith("_"))
 """Builtins that a trusted process may send."""
 
-SAFE_NAMES = frozenset(
+SAFE_NAMES: frozenset[str] = frozenset(
     {one.__name__ for one in _DATA_TYPES}
     | {name for name in ALL_NAMES if isinstance(one := getattr(builtins, name), type) and issubclass(one, Exception)}
     | {"Ellipsis", "NotImplemented"}
@@ -398,7 +398,9 @@ _SIZED: dict[bytes, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]]
 }
 """By kind: class, to bytes, from bytes."""
 
-_KEYS, _VALUES, _ITEMS = type({}.keys()), type({}.values()), type({}.items())
+_KEYS: type = type({}.keys())
+_VALUES: type = type({}.values())
+_ITEMS: type = type({}.items())
 _NESTED: dict[bytes, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]], Any]]] = {
     b"l": (list, lambda value: [*list.__iter__(value)], list),
     b"t": (tuple, lambda value: [*tuple.__iter__(value)], tuple),
