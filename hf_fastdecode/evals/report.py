@@ -333,7 +333,7 @@ class _Judged:
         curves = {
             ranker: _curve(ranker, self.pools, ns, m, seed) for ranker in (RANKERS[:1] if m is None else RANKERS)
         }
-        statuses = dict(Counter(verdict.status for verdict in self.verdicts).most_common())
+        statuses = dict(Counter[str](verdict.status for verdict in self.verdicts).most_common())
         at_most = None
         if "unjudged" in statuses:
             right = [replace(one, status="pass") if one.status == "unjudged" else one for one in self.verdicts]
