@@ -91,7 +91,8 @@ def _curve(ranker: Ranker, pools: Sequence[Pool], ns: Sequence[int], m: int | No
 _COUNTS: Final = ("n", "peak_bytes", "runs")
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
 _REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
-_ONE_OF_EACH: Final = ("model", "dtype", "task", "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
+_SUBJECT: Final = ("model", "dtype", "task")
+_ONE_OF_EACH: Final = (*_SUBJECT, "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
 """Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
 
 
@@ -270,12 +271,13 @@ def report(
             f"{folder} has neither {VERDICTS} nor {LATENCY}; sample and score a task first, or name another folder"
         )
     notes += _failures(latency)
+    about = read_rows(folder / LATENCY)[0] if latency else {}
     settings = {
         "m": m,
         "seed": seed,
         "deduplicate": deduplicate,
         "interval": "95 % percentile bootstrap over tasks, 10,000 resamples",
-        "run": _run_settings(folder / SETTINGS) or (_subject(folder / LATENCY) if latency else {}),
+        "run": _run_settings(folder / SETTINGS) or {name: about[name] for name in _SUBJECT if about.get(name)},
     }
     return Report(settings, accuracy, latency, tuple(notes))
 
@@ -384,11 +386,6 @@ def _failures(latency: Sequence[Latency]) -> list[str]:
         if row.status != "ok":
             found.setdefault(f"{row.way}, {row.mode} on {row.device}: {row.status}", []).append(f"{row.n:,}")
     return [f"{cause} at n = {', '.join(ns)}" for cause, ns in found.items()]
-
-
-def _subject(path: Path) -> dict[str, str]:
-    first = read_rows(path)[0]
-    return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
 
 
 def _run_settings(path: Path) -> dict[str, Any]:

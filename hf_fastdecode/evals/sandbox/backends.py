@@ -90,8 +90,17 @@ class Unshare(Backend):
         return f"{', '.join(absent)} not installed (apt install util-linux)" if absent else None
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
-        return _unshare(_closing(), view, limits.scratch_bytes, limited(argv, limits))
+        # It keeps its rights over its own namespace for as long as it takes to give them all away.
+        become = f"unshare --user --map-user={NOBODY} --map-group={NOBODY} --keep-caps --"
+        drop = "setpriv --ambient-caps=-all --inh-caps=-all --bounding-set=-all --no-new-privs --"
+        closing = [
+            f"cd {SCRATCH}",
+            # Of the one user namespace allowed, the next command makes use; the program cannot make another.
+            "echo 1 > /proc/sys/user/max_user_namespaces",
+            # The shell stays as first process of the PID namespace: no signal from inside can end it, and it reaps.
+            f'{become} {drop} "$@" && exit 0 || exit $?',
+        ]
+        return _unshare(closing, view, limits.scratch_bytes, limited(argv, limits))
 
     def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
         return _unshare([f'cd {SCRATCH} && exec "$@"'], view, _SERVER_BYTES, argv)
@@ -136,16 +145,6 @@ def _mounts(view: View, scratch_bytes: int, paths: dict[Path, Path]) -> Iterator
 
 def _quoted(root: Path, *paths: Path) -> str:
     return " ".join(shlex.quote(f"{root}{path}") for path in paths)
-
-
-def _closing() -> Iterator[str]:
-    yield f"cd {SCRATCH}"
-    # Of the one user namespace allowed, the next command makes use; the program cannot make another.
-    yield "echo 1 > /proc/sys/user/max_user_namespaces"
-    # It keeps its rights over its own namespace for as long as it takes to give them all away.
-    become = f"unshare --user --map-user={NOBODY} --map-group={NOBODY} --keep-caps --"
-    drop = "setpriv --ambient-caps=-all --inh-caps=-all --bounding-set=-all --no-new-privs --"
-    yield f'{become} {drop} "$@" && exit 0 || exit $?'
 
 
 def _mount_points(path: Path) -> list[Path]:
@@ -253,10 +252,17 @@ class Container(Backend):
         return Launch(
             command,
             environment=dict(os.environ),  # of the client, which finds daemon and storage by it
-            holder=lambda: _first_process_of(container),
+            # The first process of the container, which is not a descendant of the client.
+            holder=lambda: next(
+                (pid for pid, (name, *_) in processes_with(container).items() if name == b"/bin/sh"), None
+            ),
             kills_for_memory=True,
             stop=lambda: _call(self.name, "kill", container),
         )
+
+
+def _first_process_of(container: str) -> int | None:  # which is not a descendant of the client
+    return next((pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh"), None)
 
 
 @cache
@@ -289,11 +295,6 @@ def _only_podman() -> list[str]:
         json.dump(profile, file)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return ["--read-only-tmpfs=false", "--security-opt", f"seccomp={file.name}"]
-
-
-def _first_process_of(container: str) -> int | None:
-    found = (pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh")
-    return next(found, None)
 
 
 def _call(program: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

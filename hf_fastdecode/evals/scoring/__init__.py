@@ -124,7 +124,10 @@ class _Board:
                             return
                         task = self._tasks[key[0]]
                         if task.language not in runners:
-                            runners[task.language] = stack.enter_context(self._runner(task.language, patience))
+                            support = LANGUAGES[task.language]
+                            limits = self._limits or support.limits
+                            limits = replace(limits, wall_seconds=patience * limits.wall_seconds)
+                            runners[task.language] = stack.enter_context(support.runner(self._sandbox, limits))
                         results[key] = _checked(runners[task.language], task, key[1])
                         with lock:
                             on_done()
@@ -144,11 +147,6 @@ class _Board:
         if errors:
             raise errors[0]
         return results
-
-    def _runner(self, language: Language, patience: int) -> Runner:
-        support = LANGUAGES[language]
-        limits = self._limits or support.limits
-        return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
 
 
 def _checked(runner: Runner, task: Task, completion: str) -> Result:

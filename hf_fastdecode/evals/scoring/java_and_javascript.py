@@ -116,20 +116,14 @@ _SIGNATURE: Final = re.compile(
 )
 _COMMENT: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _BOXED: Final = {
-    "int": "Integer",
-    "long": "Long",
-    "double": "Double",
-    "float": "Float",
-    "short": "Short",
-    "byte": "Byte",
-    "char": "Character",
-    "boolean": "Boolean",
+    **{"int": "Integer", "long": "Long", "double": "Double", "float": "Float"},
+    **{"short": "Short", "byte": "Byte", "char": "Character", "boolean": "Boolean"},
 }
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
+    """The class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
 
     holder: str  # the class
     name: str  # of the method
@@ -138,7 +132,7 @@ class StandIn:
 
     @classmethod
     def of_stem(cls, stem: str) -> Self:
-        """For the method that a stem leaves open: imports, a class and a static method's signature up to its brace."""
+        """Make it for the method that a stem leaves open, of which it has the signature up to the brace."""
         found = _SIGNATURE.search(_COMMENT.sub(" ", stem))
         if found is None:
             raise ValueError(f"a stem in Java must end with the signature of a static method, got {stem[-80:]!r}")
@@ -187,10 +181,6 @@ class JavaScriptRunner(PairRunner):
         return ["/bin/sh", "-c", _MOVE_STREAMS, "sh", *command], [node, _JAVASCRIPT_FOLDER]
 
 
-def _javascript_missing() -> str | None:
-    return None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)"
-
-
 def _check_task(task: Task) -> None:
     require_tests(task)
     if not task.entry_point.isidentifier():
@@ -200,5 +190,9 @@ def _check_task(task: Task) -> None:
 
 
 JAVASCRIPT: Final = LanguageSupport(
-    JavaScriptRunner, Limits(), _javascript_missing, _check_task, partial(command_version, "node")
+    JavaScriptRunner,
+    Limits(),
+    lambda: None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)",
+    _check_task,
+    partial(command_version, "node"),
 )

@@ -46,17 +46,15 @@ def described(kind: Any, number_of: Any) -> list[Any]:
     methods = {name: own for name in SPECIALS if (own := _own_method(kind, name)) is not None}
     builtin = "type" if issubclass(kind, type) else str(kind.__name__) if module == "builtins" else ""
     is_method = builtin in ("method", "builtin_function_or_method")
-    narrow = [name for name in COMPARISONS if name in methods and (is_method or _is_generated(methods[name]))]
+    files = {name: getattr(getattr(own, "__code__", None), "co_filename", "") for name, own in methods.items()}
+    # The latter are made by `dataclasses`.
+    narrow = [name for name in COMPARISONS if name in methods and (is_method or files[name] == "<string>")]
     return ["object", str(kind.__name__), list(methods), narrow, builtin]
 
 
 def _own_method(kind: Any, name: str) -> Any:
     own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
     return None if own is vars(object).get(name) else own
-
-
-def _is_generated(method: Any) -> bool:  # by `dataclasses`
-    return getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
 
 
 def may_have_plain_instances(kind: Any) -> bool:

@@ -61,10 +61,6 @@ def _real(value: Any) -> str:
     return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
 
 
-def _complex(value: complex) -> str:
-    return _real(value.real) if value.imag == 0 else f"complex({_real(value.real)},{_real(value.imag)})"
-
-
 def _text(value: str) -> str:
     """Leave addresses out, as of ``<generator object f at 0x7f01>``: they differ from run to run."""
     first, *rest = value.split(" at 0x")
@@ -81,31 +77,26 @@ def _in_order(name: str) -> Callable[[Any], str]:
     return lambda value: f"{name}({','.join(map(canonical, value))})"
 
 
-def _in_any_order(value: Any) -> str:
-    return f"set({','.join(sorted(map(canonical, value)))})"
-
-
 def _pairs(value: dict[Any, Any]) -> str:
     return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
-
-
-def _counts(value: dict[Any, Any]) -> str:
-    """Leave out elements that are counted as 0, in which equal counters may differ."""
-    return _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)})
 
 
 _MODULES = ("builtins", "collections", "decimal", "fractions")
 _CANONICAL: dict[str, Callable[[Any], str]] = {
     "NoneType": repr,
     **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
-    "complex": _complex,
+    "complex": lambda value: f"complex({_real(value.real)},{_real(value.imag)})" if value.imag else _real(value.real),
     "str": _text,
     **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
     "range": _range,
     **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
-    **dict.fromkeys(("set", "frozenset", "dict_keys", "dict_items"), _in_any_order),
+    **dict.fromkeys(
+        ("set", "frozenset", "dict_keys", "dict_items"),
+        lambda value: f"set({','.join(sorted(map(canonical, value)))})",
+    ),
     **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
-    "Counter": _counts,
+    # Equal counters may differ in elements that are counted as 0.
+    "Counter": lambda value: _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)}),
 }
 
 
