@@ -29,7 +29,7 @@ from .tasks import TaskSet
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How a model marks its thoughts."""
+    """The marks of a model's thoughts."""
 
     opening: str
     closing: str  # the answer is what follows it
@@ -78,7 +78,7 @@ class ThoughtfulAnswer(StopRule):
         self._task, self._thoughts = task, thoughts
 
     def answer_start(self, text: str) -> int | None:
-        """Where the answer begins, as a number of characters; None while the model thinks."""
+        """Return the number of characters before the answer; None while the model thinks."""
         end = text.find(self._thoughts.closing)
         if end >= 0:
             return end + len(self._thoughts.closing)
@@ -134,7 +134,7 @@ def continued(task: Task, program: str) -> str:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How tasks are put to a model."""
+    """A prompt format: prompts of tasks, and the end of completions."""
 
     name: str  # as on the command line
     prompt: Callable[[Task], str]

@@ -18,10 +18,10 @@ Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "unju
 process for both, and ``sandbox_error``."""
 
 Way = Literal["shared", "stock"]
-"""How samples are drawn: with hf_fastdecode, or by transformers as it is."""
+"""The library that draws samples: hf_fastdecode, or transformers as it is."""
 
 Mode = Literal["eager", "graph"]
-"""How decode steps run."""
+"""The mode of decode steps."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def sample_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How samples are drawn.
+    """Settings of drawing samples.
 
     With `processed`, log-probabilities after temperature and top-p are gathered too. Samples are then drawn by
     transformers' own sampler, from other random numbers than those of the sampling kernel.

@@ -183,7 +183,7 @@ def test_samples_are_drawn_both_ways(small) -> None:
 
 
 def stopped_after(texts, words, end_tokens=()):
-    """How many tokens each text has when its row is stopped; None for rows that are not."""
+    """Count the tokens of each text when its row is stopped; None for rows that are not."""
     _, tokenizer = load_embedded()
     prompt = torch.tensor([tokenizer("say:").input_ids] * len(texts))
     rows = [tokenizer(text).input_ids for text in texts]

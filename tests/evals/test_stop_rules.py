@@ -1,4 +1,4 @@
-"""Where completions end, in whole texts and in growing ones."""
+"""Ends of completions, in whole texts and in growing ones."""
 
 from __future__ import annotations
 

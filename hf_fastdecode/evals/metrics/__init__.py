@@ -136,7 +136,7 @@ def ast_key(completion: str) -> tuple[str, ...]:
 
 
 Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
-"""Who chooses the m candidates that are run among n samples.
+"""The ranking that chooses the m candidates that are run among n samples.
 
 - ``oracle``: all n are run, which is pass@n.
 - ``mean_logp``, ``sum_logp``: the highest mean, or sum, of the log-probabilities of the tokens; exact.

@@ -38,13 +38,13 @@ class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        stand_in = _stand_in(task)
+        forwarder = _forwarder(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
         if isinstance(compiled, Result):
             return compiled
-        program: list[bytes | str] = [stand_in.holder, stand_in.name, ",".join(stand_in.types), *compiled]
-        return self._tested(program, ["test", stand_in.source + tests])
+        program: list[bytes | str] = [forwarder.holder, forwarder.name, ",".join(forwarder.types), *compiled]
+        return self._tested(program, ["test", forwarder.source + tests])
 
     def _compiled(self, source: str) -> list[bytes] | Result:
         """Names and contents of a program's classes in turn; or the result where there are none."""
@@ -100,12 +100,12 @@ def _parts(home: Path) -> list[Path]:
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
 
 
-def _stand_in(task: Task) -> StandIn:
+def _forwarder(task: Task) -> Forwarder:
     require_tests(task)
-    return StandIn.of_stem(task.stem)
+    return Forwarder.of_stem(task.stem)
 
 
-JAVA: Final = LanguageSupport(JavaRunner, Limits(), _java_missing, _stand_in, partial(command_version, "java"))
+JAVA: Final = LanguageSupport(JavaRunner, Limits(), _java_missing, _forwarder, partial(command_version, "java"))
 
 
 _SIGNATURE: Final = re.compile(
@@ -122,7 +122,7 @@ _BOXED: Final = {
 
 
 @dataclass(frozen=True)
-class StandIn:
+class Forwarder:
     """The class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
 
     holder: str  # the class

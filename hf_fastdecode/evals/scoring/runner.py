@@ -66,7 +66,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class LanguageSupport:
-    """How programs of a language are checked."""
+    """The runner, limits and checks of a language."""
 
     runner: Callable[[Sandbox, Limits], Runner]
     limits: Limits  # by default

@@ -88,7 +88,7 @@ def builtin_name(value: Any) -> str:
     """The name under which an object is a builtin function, class or constant; empty for all others."""
     if value is Ellipsis or value is NotImplemented:
         return str(value)
-    if not issubclass(type(value), (type, type(len))):  # a stand-in for a class is none, whatever its `__class__`
+    if not issubclass(type(value), (type, type(len))):  # not for a remote object, whatever its `__class__`
         return ""
     name = value.__name__
     return name if vars(builtins).get(name) is value else ""

@@ -1,10 +1,10 @@
-"""The tests' side of a program in another process: requests, answers, stand-ins for objects, and a hash of answers.
+"""The tests' side of a program in another process: requests, answers, remote objects, and a hash of answers.
 
 The program's objects stay in its process, only plain data comes here.
 
-A stand-in has a class made from what the program says of its own, with the special methods that this has; each is sent
-to the program, as calls are. What the program's objects decide about values of the tests is never asked, since they
-could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
+A remote object has a class made from the program's description of its own, with its special methods; each is sent
+to the program, as calls are. Decisions of the program's objects about values of the tests are never asked for,
+since they could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
 """
 
 from __future__ import annotations
