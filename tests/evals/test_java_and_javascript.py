@@ -13,7 +13,7 @@ from hf_fastdecode.evals.records import Language, Task
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
 from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner, java_and_javascript
-from hf_fastdecode.evals.scoring.java_and_javascript import JavaRunner, Forwarder
+from hf_fastdecode.evals.scoring.java_and_javascript import Forwarder, JavaRunner
 from hf_fastdecode.evals.scoring.runner import BrokenServerError
 
 from ..cases import exhaustive_but
