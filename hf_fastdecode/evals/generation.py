@@ -1,29 +1,34 @@
-"""Samples of tasks drawn in calls of `generate`, with stop rules and log-probabilities: all of a run, or timed."""
+"""Samples with log-probabilities: drawn in calls of `generate`, all of a run or timed; or given (teacher forcing)."""
 
 from __future__ import annotations
 
 import bisect
 import gc
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import nan
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from tqdm import tqdm
 from transformers import StoppingCriteria, TemperatureLogitsWarper, TopPLogitsWarper
 
 from ..api import enabled, explain
 from ..errors import InputError, out_of_memory
-from ..generation.decoding.sampling import TokenLogProbs
+from ..files import JsonlWriter, json_lines, read_jsonl, write_text
+from ..generation.decoding.sampling import NotFiniteError, TokenLogProbs
 from ..measurement.calls import (
     ANCHOR,
     Drawn,
@@ -37,12 +42,12 @@ from ..measurement.calls import (
 )
 from .prompts import PromptFormat, ThoughtfulAnswer
 from .records import Latency, Mode, Sample, Task
-from .run_folder import Drawing, RunSettings, Unit, claim_folder, open_samples, units_of
+from .run_folder import Drawing, RunSettings, claim_folder, open_samples, units_of
 from .stop_rules import StopRule
 
 
 class ProcessedLogProbs(TokenLogProbs):
-    """Gathers the log-probability of every drawn token after temperature and nucleus: 0 at temperature 0, greedy."""
+    """Gathers the log-probability of each drawn token after temperature and nucleus; of a greedy one that is 0."""
 
     def __init__(self, temperature: float, top_p: float):
         super().__init__()
@@ -126,14 +131,12 @@ class RowStopping(StoppingCriteria):
         if stream is None:
             ids = input_ids[row, self._width :].tolist()
             text = continuation(self._tokenizer, self._anchors[row], ids, special=self._special)
-            self._texts[row] = text.removesuffix(
-                "\N{REPLACEMENT CHARACTER}"
-            )  # a character whose last bytes may follow
+            self._texts[row] = text.removesuffix("\N{REPLACEMENT CHARACTER}")  # its last bytes may follow
         return len(self._texts[row]) != before and self._rules[row].finished(self._texts[row])
 
 
 def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
-    """Within, calls of the model go the drawing's way."""
+    """Enable the model within, unless the drawing is of stock."""
     if drawing.way == "stock":
         return nullcontext()
     return enabled(model, mode=drawing.mode, sampler=drawing.sampler)
@@ -141,8 +144,6 @@ def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """The rows that a call drew."""
-
     call: Drawn
     processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
     finished_at: list[float]  # when each row finished, by `time.perf_counter`
@@ -186,10 +187,10 @@ def draw_rows(
 def samples_of(
     drawn: DrawnRows, model: Any, tokenizer: Any, form: PromptFormat, tasks: Sequence[Task], *, first: int = 0
 ) -> list[Sample]:
-    """The samples of a call, in row order: completions as the format cuts them, and log-probabilities of what is kept.
+    """Cut the completions of a call out of its rows, in row order, with log-probabilities of the kept tokens.
 
-    The kept tokens are the fewest whose text holds the completion: an end token, and what a stop rule cuts off, do not
-    count; thoughts do. `first` is the index of each task's first sample.
+    These are the fewest whose text holds the completion: an end token, and what a stop rule cuts off, do not count;
+    thoughts do. `first` is the index of each task's first sample.
     """
     call = drawn.call
     count = len(call.tokens) // len(tasks)
@@ -222,7 +223,6 @@ def _sum(log_probs: Tensor, row: int, kept: int) -> float:
 
 
 def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], special: bool, characters: int) -> int:
-    """How many of the tokens make the first `characters` characters of text."""
     if not characters:
         return 0
 
@@ -258,27 +258,21 @@ def generate_samples(
         f"memory of {model.device}; pass a smaller `rows`, and another `out`"
     )
     opened = open_samples(folder, units, ids, shared=shared)
-    with opened as (file, left, there), sharing(model, settings.drawing):
-        bar = tqdm(
-            total=_samples(units),
-            initial=there,
-            desc="samples",
-            unit="sample",
-            disable=None,
-        )
+    total = sum(unit.count * len(unit.tasks) for unit in units)
+    with (
+        opened as (file, left, there),
+        sharing(model, settings.drawing),
+        tqdm(total=total, initial=there, desc="samples", unit="sample", disable=None) as bar,
+    ):
         for unit in left:
             chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)
             with memory_and_logit_errors(model, lambda: no_memory):
                 rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
-            file.write(samples_of(rows, model, tokenizer, form, chosen, first=unit.first))
-            drawn += _samples([unit])
-            bar.update(_samples([unit]))
-        bar.close()
+            samples = samples_of(rows, model, tokenizer, form, chosen, first=unit.first)
+            file.write(samples)
+            drawn += len(samples)
+            bar.update(len(samples))
     return drawn
-
-
-def _samples(units: Sequence[Unit]) -> int:
-    return sum(unit.count * len(unit.tasks) for unit in units)
 
 
 _WARM_UP_TOKENS: Final = 8
@@ -305,8 +299,9 @@ def measure_latency(
     asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
     row = Latency(drawing.way, cast(Mode, asked), n, device)
     on_gpu = model.device.type == "cuda"
-    # On the CPU, eager steps only need the libraries to be initialised.
-    warm_up = drawing if on_gpu or drawing.mode not in ("eager", "auto") else _short(drawing)
+    warm_up = drawing
+    if not on_gpu and drawing.mode in ("eager", "auto"):  # only the libraries need to be initialised
+        warm_up = replace(drawing, max_new_tokens=min(_WARM_UP_TOKENS, drawing.max_new_tokens))
     runs: list[DrawnRows] = []
     peaks: list[int] = []
     try:
@@ -345,9 +340,144 @@ def measure_latency(
     )
 
 
-def _short(drawing: Drawing) -> Drawing:
-    return replace(drawing, max_new_tokens=min(_WARM_UP_TOKENS, drawing.max_new_tokens))
-
-
 def _percentile(values: Sequence[float], share: float) -> float:
     return float(np.percentile(values, share)) if values else nan
+
+
+_WORD: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS_AT_ONCE: Final = 1 << 24
+_NOT_THE_MODELS: Final = ("_name_or_path", "transformers_version")  # where a config lies, and who wrote it
+_SPREAD: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # golden ratio: neighbouring words get very different factors
+
+
+def model_digest(model: Any, tokenizer: Any) -> str:
+    """Hash weights, configs and tokenizer, which decide the tokens that are drawn, and their text."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_THE_MODELS}
+    parts = [config, model.generation_config.to_diff_dict(), tokenizer_text(tokenizer)]
+    text = json.dumps([weights_digest(model), *parts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tokenizer_text(tokenizer: Any) -> str:
+    """Write a tokenizer as text: the Rust one, or without it the files that it is saved as."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return str(backend.to_str())
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes().decode("latin-1") for path in sorted(Path(folder).iterdir())}
+    return json.dumps([type(tokenizer).__name__, files])
+
+
+def weights_digest(model: Any) -> str:
+    """Hash names, shapes, dtypes and every value of a model's state dict, on the device of the weights."""
+    digest = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        for tensor in _plain(value):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sum_of_bits(tensor)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    if is_traceable_wrapper_subclass(value):
+        for name in value.__tensor_flatten__()[0]:
+            yield from _plain(getattr(value, name))
+    elif isinstance(value, Tensor) and not value.is_meta:
+        yield value.detach()
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """Sum a tensor's words, each weighted by its position; it wraps around at 64 bits."""
+    words = tensor.contiguous().reshape(-1).view(_WORD[tensor.dtype.itemsize])
+    total = 0
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        part = words[start : start + _WORDS_AT_ONCE].long()
+        factors = torch.arange(start, start + len(part), device=part.device) * _SPREAD | 1  # odd: no bit is lost
+        total += int((part * factors).sum())
+    return total & (1 << 64) - 1
+
+
+_LOGITS: Final = 1 << 28  # numbers, half a GiB in bfloat16
+
+
+def rescore_samples(
+    model: Any,
+    tokenizer: Any,
+    form: PromptFormat,
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    out: Path,
+) -> None:
+    """Write samples with the model's own log-probabilities, see `rescored`.
+
+    Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
+    """
+    if form.thinks:
+        raise InputError("samples hold no thoughts, so a model that thinks cannot score them; leave out `chat`")
+    content = [model_digest(model, tokenizer), *map(form.prompt, tasks), *map(repr, samples)]
+    head = {"rescored": hashlib.sha256("\0".join(content).encode(errors="surrogatepass")).hexdigest()[:16]}
+    journal = out.with_name(f".{out.name}.rescored")
+    lines = list(read_jsonl(journal)) if journal.exists() else []
+    if lines[:1] != [head]:
+        lines = []
+        journal.unlink(missing_ok=True)
+    kept = {(line["task_id"], line["index"]): line for line in lines[1:]}
+    with JsonlWriter(journal) as file:
+        if not lines:
+            file.write([head])
+        for task in tqdm(tasks, desc="rescore", unit="task", disable=None):
+            own = [sample for sample in samples if sample.task_id == task.task_id]
+            if all((sample.task_id, sample.index) in kept for sample in own):
+                continue
+            found = rescored(model, tokenizer, form, task, own)
+            file.write(found)
+            kept |= {(sample.task_id, sample.index): asdict(sample) for sample in found}
+    write_text(out, json_lines(kept.values()))
+    journal.unlink()
+
+
+def rescored(
+    model: Any, tokenizer: Any, form: PromptFormat, task: Task, samples: Sequence[Sample], *, rows: int = 16
+) -> list[Sample]:
+    """Give a task's samples the model's own log-probabilities, whichever model or tool drew them.
+
+    The completion is tokenized after its prompt, so its tokens may differ from those that were drawn. At most `rows`
+    samples go through the model at once; fewer if they are long, because logits are large.
+    """
+    prompt = _tokens(tokenizer, form, form.prompt(task))
+    texts = [_tokens(tokenizer, form, form.prompt(task) + sample.completion) for sample in samples]
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    at_once = max(1, min(rows, _LOGITS // (vocabulary * max(map(len, texts), default=1))))
+    no_memory = InputError('the logits of a sample do not fit into memory; try `dtype="bfloat16"` or `device="cpu"`')
+    found: list[Sample] = []
+    for start in range(0, len(samples), at_once):
+        part = texts[start : start + at_once]
+        with memory_and_logit_errors(model, lambda: no_memory):
+            log_probs = _log_probs(model, part)
+        for sample, own, row in zip(samples[start : start + at_once], part, log_probs, strict=True):
+            first = max(1, _common_prefix(prompt, own))  # the first token has no logits
+            sum_logp = float(row[first - 1 : len(own) - 1].sum())
+            found.append(replace(sample, tokens=len(own) - first, sum_logp=sum_logp, sum_processed_logp=None))
+    return found
+
+
+def _tokens(tokenizer: Any, form: PromptFormat, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=form.special_tokens, verbose=False).input_ids)
+
+
+@torch.no_grad()
+def _log_probs(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Compute log-probabilities of all tokens but the first: ``[texts, longest - 1]`` float64 on the CPU."""
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*own, *[own[-1]] * (longest - len(own))] for own in texts], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    drawn = [own.float().log_softmax(-1).gather(1, after[1:, None])[:, 0] for own, after in zip(logits, ids)]
+    log_probs = torch.stack(drawn).double().cpu()
+    if bool(log_probs.isnan().any()):
+        raise NotFiniteError
+    return log_probs
+
+
+def _common_prefix(prompt: Sequence[int], text: Sequence[int]) -> int:
+    """Count equal tokens at the beginning: the last prompt token may have merged with the completion."""
+    return next((at for at, (one, other) in enumerate(zip(prompt, text)) if one != other), min(len(prompt), len(text)))

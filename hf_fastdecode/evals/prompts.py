@@ -1,4 +1,4 @@
-"""Prompt formats: what a model reads of a task, and what of its text is the completion.
+"""Prompt formats: how a task becomes a prompt, and how a completion is cut out of a model's text.
 
 - ``mbxp``: the model continues a task's signature and docstring (Athiwaratkun et al. 2022, section 4).
 - ``plain``: a prompt as it is; the completion is all that follows.
@@ -29,7 +29,7 @@ from .tasks import TaskSet
 
 @dataclass(frozen=True)
 class Thoughts:
-    """How a model marks its thoughts."""
+    """The marks of a model's thoughts."""
 
     opening: str
     closing: str  # the answer is what follows it
@@ -53,9 +53,9 @@ _KNOWN: Final = (
 
 
 def thoughts_of(template: str, prompt: str) -> Thoughts | None:
-    """How a model thinks, from its chat template and the part of a prompt after the user's message.
+    """Find how a model marks its thoughts, from its chat template and the prompt after the user's message.
 
-    None where it does not, or where the prompt has closed its thoughts, as with ``enable_thinking=False``.
+    None where it does not think, or where the prompt has closed its thoughts, as with ``enable_thinking=False``.
     """
     if prompt.rstrip().endswith("<|start|>assistant"):
         return CHANNELS
@@ -78,7 +78,7 @@ class ThoughtfulAnswer(StopRule):
         self._task, self._thoughts = task, thoughts
 
     def answer_start(self, text: str) -> int | None:
-        """Where the answer begins, as a number of characters; None while the model thinks."""
+        """Return the number of characters before the answer; None while the model thinks."""
         end = text.find(self._thoughts.closing)
         if end >= 0:
             return end + len(self._thoughts.closing)
@@ -114,10 +114,9 @@ _BLOCK: Final = re.compile(r"^[ \t]*```[^\n`]*\n(?P<program>.*?)(?P<end>^[ \t]*`
 
 
 def continued(task: Task, program: str) -> str:
-    """The completion with which a task's stem does what a whole program does.
+    """Make a whole program the completion of a task's stem, which it begins with, or whose entry point it defines.
 
-    The program begins with the stem, or defines the entry point again. An InputError where it is Java that has no
-    method of that name.
+    An InputError where it is Java that has no method of that name.
     """
     for stem in (task.stem, task.stem.strip()):
         if program.startswith(stem):
@@ -133,15 +132,9 @@ def continued(task: Task, program: str) -> str:
     raise InputError(f"a Java program must begin with the task's stem, or have its method {task.entry_point}")
 
 
-def template_of(tokenizer: Any) -> str:
-    """The text of a tokenizer's chat template; of several, all of them."""
-    found = tokenizer.chat_template
-    return "\n".join(map(str, found.values())) if isinstance(found, dict) else str(found)
-
-
 @dataclass(frozen=True)
 class PromptFormat:
-    """How tasks are put to a model."""
+    """A prompt format: prompts of tasks, and the end of completions."""
 
     name: str  # as on the command line
     prompt: Callable[[Task], str]
@@ -150,13 +143,7 @@ class PromptFormat:
     thinks: bool = False  # first, so that completions need many tokens, and special ones are read: they mark thoughts
 
 
-def stem_format() -> PromptFormat:
-    """``mbxp``: the stem is the prompt; the completion ends with the function."""
-    return PromptFormat("mbxp", _stem, function_end)
-
-
 def function_end(task: Task) -> StopRule:
-    """The rule that ends a completion with the function that the task's stem begins."""
     if task.language == "python":
         return PythonFunctionEnd(_stem(task), task.entry_point)
     return BraceEnd(task.language, _stem(task), task.entry_point)
@@ -169,11 +156,6 @@ def _stem(task: Task) -> str:
             'needs; use `prompt_format="austin"` or `prompt_format="bigcode"`'
         )
     return task.stem
-
-
-def plain_format() -> PromptFormat:
-    """``plain``: the stem is the prompt; the completion ends with the model's end token."""
-    return PromptFormat("plain", _stem, lambda _: Unbounded())
 
 
 def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
@@ -190,6 +172,11 @@ def few_shot_format(examples: Sequence[Task], shots: int) -> PromptFormat:
 
 
 def _described(task: Task) -> Task:
+    if task.stem and not task.tests:
+        raise InputError(
+            f"task {task.task_id} is a prompt without tests; the prompt format austin is for MBPP's description and "
+            "asserts, leave out `prompt_format`"
+        )
     if task.stem or task.language != "python":
         raise InputError(
             f"task {task.task_id} begins with a signature; the prompt format austin is for MBPP's description and "
@@ -203,14 +190,8 @@ _MBPP_STOP_WORDS: Final = ("\nclass", "\nassert", '\n"""', "\nprint", "\nif", "\
 _HUMANEVAL_STOP_WORDS: Final = ("\nclass", "\ndef", "\n#", "\n@", "\nprint", "\nif", "\n```", "<file_sep>")
 
 
-def docstring_format() -> PromptFormat:
-    """``bigcode``: a docstring with the description and the first test, or the stem without white space around it."""
-    return PromptFormat(
-        "bigcode", _prompt, lambda task: StopWords(_HUMANEVAL_STOP_WORDS if task.stem else _MBPP_STOP_WORDS)
-    )
-
-
-def _prompt(task: Task) -> str:
+def _docstring(task: Task) -> str:
+    """A docstring with the description and the first test, or the stem without white space around it."""
     if task.language != "python":
         raise InputError(
             f'the prompt format bigcode is for Python, got a task in {task.language}; use `prompt_format="mbxp"`'
@@ -254,22 +235,19 @@ def chat_format(tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType(
         messages = [{"role": "user", "content": message}]
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **arguments))
 
-    thoughts = thoughts_of(template_of(tokenizer), asked(_MARK).rpartition(_MARK)[2])
-    if thoughts is not None:
-        found = thoughts
-        return PromptFormat(
-            "chat-thinking",
-            lambda task: asked(_message(task)),
-            lambda task: ThoughtfulAnswer(task, found),
-            special_tokens=False,
-            thinks=True,
-        )
-    return PromptFormat(
-        "chat",
-        lambda task: asked(_message(task)) + (f"```{task.language}\n{task.stem}" if task.tests else ""),
-        lambda task: BlockEnd(task) if task.tests else Unbounded(),
-        special_tokens=False,
-    )
+    def prompt(task: Task) -> str:
+        return asked(_message(task)) + (f"```{task.language}\n{task.stem}" if task.tests and thoughts is None else "")
+
+    def stop_rule(task: Task) -> StopRule:
+        if thoughts is not None:
+            return ThoughtfulAnswer(task, thoughts)
+        return BlockEnd(task) if task.tests else Unbounded()
+
+    template = tokenizer.chat_template
+    text = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+    thoughts = thoughts_of(text, asked(_MARK).rpartition(_MARK)[2])
+    name, thinks = ("chat", False) if thoughts is None else ("chat-thinking", True)
+    return PromptFormat(name, prompt, stop_rule, special_tokens=False, thinks=thinks)
 
 
 _MARK: Final = "the message"
@@ -316,13 +294,16 @@ def prompt_format(
     first = tasks.tasks[0]
     chosen = name or ("plain" if not first.tests else "mbxp" if first.stem else "austin")
     if chosen == "plain":
-        found = plain_format()
+        found = PromptFormat("plain", _stem, lambda task: Unbounded())
     elif chosen == "mbxp":
-        found = stem_format()
+        found = PromptFormat("mbxp", _stem, function_end)
     elif chosen == "austin":
+        _described(first)  # before the examples, of which there are none then
         found = few_shot_format(tasks.examples, shots)
     elif chosen == "bigcode":
-        found = docstring_format()
+        found = PromptFormat(
+            "bigcode", _docstring, lambda task: StopWords(_HUMANEVAL_STOP_WORDS if task.stem else _MBPP_STOP_WORDS)
+        )
     else:
         raise InputError(f"there is no prompt format {chosen!r}; choose one of {', '.join(FORMAT_NAMES)}")
     found.prompt(first)  # a format that does not suit the tasks says so now

@@ -1,4 +1,4 @@
-"""Records that pass between the stages of an evaluation: tasks, samples, verdicts, latencies."""
+"""Records of the stages of an evaluation: tasks, samples, verdicts, latencies."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Status = Literal["pass", "fail", "compile", "timeout", "memory", "output", "unju
 process for both, and ``sandbox_error``."""
 
 Way = Literal["shared", "stock"]
-"""How samples are drawn: with hf_fastdecode, or by transformers as it is."""
+"""The library that draws samples: hf_fastdecode, or transformers as it is."""
 
 Mode = Literal["eager", "graph"]
-"""How decode steps run."""
+"""The mode of decode steps."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Sample:
 
 
 def thoughts_line(samples: Sequence[Sample]) -> str:
-    """How much samples think, and how many never reached an answer, in a sentence; empty where none thinks."""
+    """Say how much samples think, and how many never reached an answer; empty where none thinks."""
     thoughts = [(one.thought_tokens, one.tokens) for one in samples if one.thought_tokens is not None]
     if not thoughts:
         return ""
@@ -127,12 +127,12 @@ SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
+    """Read samples that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
     return [_record(Sample, record) for record in jsonl_records(path)]
 
 
 def read_verdicts(path: Path) -> list[Verdict]:
-    """The verdicts of a file that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
+    """Read verdicts that `JsonlWriter` wrote; further fields are ignored, a wrong one is an InputError."""
     verdicts = []
     for record in jsonl_records(path):
         verdict = _record(Verdict, record)
@@ -146,35 +146,36 @@ def read_verdicts(path: Path) -> list[Verdict]:
 
 
 def _record(kind: type[SampleOrVerdict], record: Record) -> SampleOrVerdict:
-    line, name = record.fields, kind.__name__.lower()
+    line, name, given = record.fields, kind.__name__.lower(), {}
     for field in fields(kind):
-        if field.name not in line and field.default is MISSING:
+        if field.name in line:
+            given[field.name] = value = line[field.name]
+            wanted, is_right = _KINDS[field.name]
+            null = ", or null" if field.default is None else ""
+            if not is_right(value) and not (null and value is None):
+                got = shown(value)
+                raise record.error(f"{field.name} of a {name} must be {wanted}{null}, got {got}; mend that line")
+        elif field.default is MISSING:
             got = shown(", ".join(sorted(line)) or "none")
-            raise record.error(
-                f"a {name} must have the field {field.name!r}, got only {got}; mend or delete that line"
-            )
-    given = {field.name: line[field.name] for field in fields(kind) if field.name in line}
-    for field_name, value in given.items():
-        wanted, is_right = _KINDS[field_name]
-        if not is_right(value):
-            raise record.error(f"{field_name} of a {name} must be {wanted}, got {shown(value)}; mend that line")
+            needed = f"a {name} must have the field {field.name!r}"
+            raise record.error(f"{needed}, got only {got}; mend or delete that line")
     return kind(**given)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_number(value: Any, *kinds: type) -> bool:
+    return type(value) in kinds and -math.inf < value < math.inf  # True and False are of type bool
 
 
-def _is_log_probability(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value <= 0)
-
-
-_TEXT: Final = "a text", lambda value: isinstance(value, str)
-_SUM: Final = "a finite number of at most 0, or null", _is_log_probability
-_COUNT: Final = "a whole number of at least 0, or null", lambda value: value is None or _is_count(value)
 _KINDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), _TEXT),
-    **dict.fromkeys(("sum_logp", "sum_processed_logp"), _SUM),
-    "index": ("a whole number of at least 0", _is_count),
-    **dict.fromkeys(("tokens", "thought_tokens"), _COUNT),
+    **dict.fromkeys(
+        ("task_id", "completion", "status", "detail", "outputs"), ("a text", lambda value: isinstance(value, str))
+    ),
+    **dict.fromkeys(
+        ("sum_logp", "sum_processed_logp"),
+        ("a finite number of at most 0", lambda value: _is_number(value, int, float) and value <= 0),
+    ),
+    **dict.fromkeys(
+        ("index", "tokens", "thought_tokens"),
+        ("a whole number of at least 0", lambda value: _is_number(value, int) and value >= 0),
+    ),
 }

@@ -13,14 +13,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, Self, get_args
 
 import numpy as np
 
 from ..errors import InputError
+from ..files import read_rows
 from .metrics import RANKERS, Deduplicate, Pool, Ranker, build_pools, pass_at_ranker
 from .metrics.estimates import bootstrap_interval, powers_of_two
-from .records import Latency, Mode, Way, read_samples, read_verdicts, thoughts_line
+from .records import Latency, Mode, Sample, Verdict, Way, read_samples, read_verdicts, thoughts_line
 from .run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 
 SHOWN: Final[tuple[Ranker, ...]] = ("oracle", "mean_logp")
@@ -29,7 +30,7 @@ SHOWN: Final[tuple[Ranker, ...]] = ("oracle", "mean_logp")
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy of one ranker against n: means over tasks, one for each n of the `Accuracy`."""
+    """Accuracy of a ranker against n: means over tasks, for each n of the `Accuracy`."""
 
     ranker: Ranker  # who chooses the candidates that are run
     values: tuple[float, ...]
@@ -77,53 +78,21 @@ class Accuracy:
         return self.curves[ranker].values[self.ns.index(n)]
 
 
-def measure_accuracy(
-    pools: Sequence[Pool],
-    rankers: Sequence[Ranker],
-    ns: Sequence[int],
-    *,
-    m: int | None,
-    statuses: Counter[str],
-    seed: int = 0,
-    best: Sequence[Pool] | None = None,
-) -> Accuracy:
-    """Curves of rankers at numbers of samples, over the tasks of some pools, at least one; of `best` pools, in which
-    unjudged samples have passed, that of pass@n.
-    """
-
-    def curve(ranker: Ranker, pools: Sequence[Pool]) -> Curve:
-        found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]
-        values = np.array([value for value, _ in found])  # [tasks, ns]
-        lows, highs = bootstrap_interval(values, seed=seed)
-        squares = [error**2 for _, error in found if error is not None]
-        errors = np.sqrt(np.sum(squares, axis=0)) / len(pools) if squares else None
-        return Curve(
-            ranker,
-            tuple(values.mean(axis=0).tolist()),
-            tuple(lows.tolist()),
-            tuple(highs.tolist()),
-            None if errors is None else tuple(errors.tolist()),
-        )
-
-    counts = tuple(
-        TaskCounts(
-            pool.task_id,
-            len(pool.passed),
-            pool.correct,
-            pool.distinct,
-            len({key for key, right in zip(pool.keys, pool.passed) if right}),
-        )
-        for pool in pools
-    )
-    curves = {ranker: curve(ranker, pools) for ranker in rankers}
-    at_most = None if best is None else curve("oracle", best)
-    return Accuracy(m, tuple(ns), curves, counts, dict(statuses.most_common()), at_most)
+def _curve(ranker: Ranker, pools: Sequence[Pool], ns: Sequence[int], m: int | None, seed: int) -> Curve:
+    found = [pass_at_ranker(pool, ranker, ns, m=m or 1, seed=seed) for pool in pools]
+    values = np.array([value for value, _ in found])  # [tasks, ns]
+    squares = [error**2 for _, error in found if error is not None]
+    errors = np.sqrt(np.sum(squares, axis=0)) / len(pools) if squares else None
+    intervals = bootstrap_interval(values, seed=seed)
+    means, lows, highs = (tuple(row.tolist()) for row in (values.mean(axis=0), *intervals))
+    return Curve(ranker, means, lows, highs, None if errors is None else tuple(errors.tolist()))
 
 
 _COUNTS: Final = ("n", "peak_bytes", "runs")
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
 _REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
-_ONE_OF_EACH: Final = ("model", "dtype", "task", "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
+_SUBJECT: Final = ("model", "dtype", "task")
+_ONE_OF_EACH: Final = (*_SUBJECT, "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
 """Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
 
 
@@ -160,13 +129,6 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     return tuple(
         sorted(rows.values(), key=lambda row: (row.device, ways.index(row.way), modes.index(row.mode), row.n))
     )
-
-
-def read_subject(path: Path) -> dict[str, str]:
-    """Model, dtype and task of ``latency.csv``, where its columns name them."""
-    with path.open(newline="", encoding="utf-8") as file:
-        first = next(csv.DictReader(file), {})
-    return {name: first[name] for name in ("model", "dtype", "task") if first.get(name)}
 
 
 def _latency_row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
@@ -211,15 +173,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Step:
-    """The best accuracy within a time budget, and the n and seconds that give it."""
-
     seconds: float
     n: int
     value: float
 
 
 def lines_of(rows: Iterable[Latency]) -> list[Line]:
-    """The lines of the rows that have numbers, in the order of the rows."""
     found: dict[tuple[str, Way, Mode], list[Latency]] = {}
     for row in rows:
         if row.status == "ok":
@@ -228,18 +187,18 @@ def lines_of(rows: Iterable[Latency]) -> list[Line]:
 
 
 def fastest(lines: Iterable[Line], way: Way, device: str) -> Line | None:
-    """The line of a way on a device that reaches the largest n, and of several the fastest there."""
+    """Return the line of a way on a device that reaches the largest n, and of several the fastest there."""
     own = [line for line in lines if (line.way, line.device) == (way, device)]
     return min(own, key=lambda line: (-line.rows[-1].n, line.rows[-1].last_sample_s), default=None)
 
 
 def points(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[tuple[int, float, float]]:
-    """n, seconds until the last of n samples, and accuracy, for each n that has both."""
+    """Return n, seconds until the last of n samples, and accuracy, for each n that has both."""
     return [(row.n, row.last_sample_s, accuracy.value(ranker, row.n)) for row in line.rows if row.n in accuracy.ns]
 
 
 def accuracy_within(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[Step]:
-    """The best accuracy within a time budget, as steps: of all n whose last sample is there in time, the best."""
+    """Return the steps of the best accuracy within a time budget, of all n whose last sample is there in time."""
     steps: list[Step] = []
     for n, seconds, value in sorted(points(accuracy, ranker, line), key=lambda point: point[1]):
         if not steps or value > steps[-1].value:
@@ -248,7 +207,7 @@ def accuracy_within(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[Step
 
 
 def largest_n_within(line: Line, factor: float = 2.0) -> int | None:
-    """The largest n that takes at most `factor` times the latency of n = 1; None where n = 1 was not measured."""
+    """Return the largest n of at most `factor` times the latency of n = 1; None where n = 1 was not measured."""
     one = line.at(1)
     if one is None:
         return None
@@ -266,18 +225,15 @@ class Report:
 
     @property
     def lines(self) -> list[Line]:
-        """Latency against n, a line for each way, mode and device."""
         return lines_of(self.latency)
 
     @property
     def title(self) -> str:
-        """Model, task and number of samples in a line."""
         run = self.settings["run"]
         parts = [f"{name} {run[name]}" for name in ("model", "task") if run.get(name)]
         if self.accuracy is not None:
             fewest = min(task.samples for task in self.accuracy.tasks)
-            tasks = len(self.accuracy.tasks)
-            parts.append(f"{tasks:,} task{'' if tasks == 1 else 's'}, {fewest:,} samples of each")
+            parts.append(f"{plural(len(self.accuracy.tasks), 'task')}, {fewest:,} samples of each")
         return "; ".join(parts) or "latency"
 
 
@@ -307,104 +263,124 @@ def report(
     notes: list[str] = []
     accuracy = None
     if (folder / VERDICTS).exists():
-        accuracy = _measured(folder, m, ks, [row.n for row in latency], seed, deduplicate, notes)
+        judged = _Judged.read(folder, deduplicate)
+        notes += judged.notes(ranked=m is not None)
+        accuracy = judged.accuracy(m, judged.ns(ks, [row.n for row in latency]), seed)
     elif not latency:
         raise InputError(
             f"{folder} has neither {VERDICTS} nor {LATENCY}; sample and score a task first, or name another folder"
         )
     notes += _failures(latency)
+    about = read_rows(folder / LATENCY)[0] if latency else {}
     settings = {
         "m": m,
         "seed": seed,
         "deduplicate": deduplicate,
         "interval": "95 % percentile bootstrap over tasks, 10,000 resamples",
-        "run": _run_settings(folder / SETTINGS) or (read_subject(folder / LATENCY) if latency else {}),
+        "run": _run_settings(folder / SETTINGS) or {name: about[name] for name in _SUBJECT if about.get(name)},
     }
     return Report(settings, accuracy, latency, tuple(notes))
 
 
-def _measured(
-    folder: Path,
-    m: int | None,
-    ks: Sequence[int] | None,
-    timed: Sequence[int],
-    seed: int,
-    deduplicate: Deduplicate,
-    notes: list[str],
-) -> Accuracy:
-    """Accuracy of the judged samples; what is remarkable about them is added to the notes."""
-    if not (folder / SAMPLES).exists():
-        raise InputError(f"{folder} has {VERDICTS} but not {SAMPLES}; put the samples that were scored beside it")
-    samples, verdicts = read_samples(folder / SAMPLES), read_verdicts(folder / VERDICTS)
-    try:
-        pools, left_out = build_pools(samples, verdicts, deduplicate)
-    except ValueError as error:
-        raise InputError(f"{folder}: {error}") from error
-    if not pools:
-        raise InputError(
-            f"{folder}: none of {len(samples)} samples has a verdict; score them, or remove {VERDICTS} to report on "
-            "latency only"
-        )
-    notes += _remarks(samples_of=Counter(sample.task_id for sample in samples), pools=pools, left_out=left_out)
-    settled = [pool.settle() for pool in pools]
-    pools = [pool for pool, _ in settled]
-    if flips := sum(changed for _, changed in settled):
-        notes.append(
-            f"Equal samples have different verdicts, so the scoring is flaky; {flips:,} were changed to those of the "
-            "majority, a tie counting as failed"
-        )
-    if said := thoughts_line(samples):
-        notes.append(said)
-    fewest = min(len(pool.passed) for pool in pools)
-    rankers: list[Ranker] = ["oracle"] if m is None else list(RANKERS)
-    if m is None:
-        notes.append("Samples were not ranked.")
-    elif unknown := sum(score is None for pool in pools for score in pool.mean_logp):
-        raise InputError(
-            f"{folder / SAMPLES}: pass@top{m} ranks by log-probabilities, which {unknown:,} of "
-            f"{sum(len(pool.passed) for pool in pools):,} judged samples lack; have the model score them, or leave "
-            "rankings out"
-        )
-    if ks is not None and (out := [k for k in ks if not 1 <= k <= fewest]):
-        raise InputError(
-            f"n must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
-            "samples or leave it out"
-        )
-    ns = sorted(set(ks)) if ks is not None else sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})
-    last = {(verdict.task_id, verdict.index): verdict for verdict in verdicts}
-    statuses = Counter[str](verdict.status for verdict in last.values())
-    best = None
-    if unjudged := statuses["unjudged"]:
-        right = [replace(one, status="pass") if one.status == "unjudged" else one for one in last.values()]
-        best = [pool.settle()[0] for pool in build_pools(samples, right, deduplicate)[0]]
-        tasks = len({one.task_id for one in last.values() if one.status == "unjudged"})
-        notes.append(
-            f"{unjudged:,} samples of {tasks:,} task{'' if tasks == 1 else 's'} cannot be judged: they count as "
-            "failed, and in the column 'at most' as passed"
-        )
-    return measure_accuracy(pools, rankers, ns, m=m, statuses=statuses, seed=seed, best=best)
+@dataclass(frozen=True)
+class _Judged:
+    folder: Path
+    deduplicate: Deduplicate
+    samples: list[Sample]
+    verdicts: list[Verdict]  # the last of each sample
+    pools: list[Pool]  # settled
+    left_out: int  # samples without a verdict
+    flips: int  # verdicts that settling changed
+
+    @classmethod
+    def read(cls, folder: Path, deduplicate: Deduplicate) -> Self:
+        if not (folder / SAMPLES).exists():
+            raise InputError(f"{folder} has {VERDICTS} but not {SAMPLES}; put the samples that were scored beside it")
+        samples, verdicts = read_samples(folder / SAMPLES), read_verdicts(folder / VERDICTS)
+        try:
+            pools, left_out = build_pools(samples, verdicts, deduplicate)
+        except ValueError as error:
+            raise InputError(f"{folder}: {error}") from error
+        if not pools:
+            raise InputError(
+                f"{folder}: none of {len(samples)} samples has a verdict; score them, or remove {VERDICTS} to report "
+                "on latency only"
+            )
+        last = {(verdict.task_id, verdict.index): verdict for verdict in verdicts}
+        settled = [pool.settle() for pool in pools]
+        flips = sum(changed for _, changed in settled)
+        return cls(folder, deduplicate, samples, [*last.values()], [pool for pool, _ in settled], left_out, flips)
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(pool.passed) for pool in self.pools]
+
+    def ns(self, ks: Sequence[int] | None, timed: Sequence[int]) -> list[int]:
+        fewest = min(self.sizes)
+        if ks is None:
+            return sorted({*powers_of_two(fewest), *(n for n in timed if n <= fewest)})
+        if out := [k for k in ks if not 1 <= k <= fewest]:
+            raise InputError(
+                f"n must be between 1 and the {fewest} judged samples of the smallest pool, got {out[0]}; draw more "
+                "samples or leave it out"
+            )
+        return sorted(set(ks))
+
+    def accuracy(self, m: int | None, ns: Sequence[int], seed: int) -> Accuracy:
+        if m is not None and (unknown := sum(score is None for pool in self.pools for score in pool.mean_logp)):
+            raise InputError(
+                f"{self.folder / SAMPLES}: pass@top{m} ranks by log-probabilities, which {unknown:,} of "
+                f"{sum(self.sizes):,} judged samples lack; have the model score them, or leave rankings out"
+            )
+        curves = {
+            ranker: _curve(ranker, self.pools, ns, m, seed) for ranker in (RANKERS[:1] if m is None else RANKERS)
+        }
+        statuses = dict(Counter[str](verdict.status for verdict in self.verdicts).most_common())
+        at_most = None
+        if "unjudged" in statuses:
+            right = [replace(one, status="pass") if one.status == "unjudged" else one for one in self.verdicts]
+            best = [pool.settle()[0] for pool in build_pools(self.samples, right, self.deduplicate)[0]]
+            at_most = _curve("oracle", best, ns, m, seed)
+        counts = []
+        for pool in self.pools:
+            right_keys = {key for key, right in zip(pool.keys, pool.passed) if right}
+            counts.append(
+                TaskCounts(pool.task_id, len(pool.passed), sum(pool.passed), len(set(pool.keys)), len(right_keys))
+            )
+        return Accuracy(m, tuple(ns), curves, tuple(counts), statuses, at_most)
+
+    def notes(self, *, ranked: bool) -> list[str]:
+        notes = []
+        least, most = min(self.sizes), max(self.sizes)
+        if self.left_out:
+            lost = len({sample.task_id for sample in self.samples}) - len(self.pools)
+            notes.append(
+                f"{self.left_out:,} of {len(self.samples):,} samples have no verdict and are left out"
+                + (f", and with them {plural(lost, 'task')}" if lost else "")
+            )
+        if least < most:
+            notes.append(f"Tasks have between {least:,} and {most:,} judged samples; n goes up to {least:,}")
+        if len(self.pools) == 1:
+            notes.append("A single task gives no interval over tasks.")
+        if self.flips:
+            notes.append(
+                f"Equal samples have different verdicts, so the scoring is flaky; {self.flips:,} were changed to "
+                "those of the majority, a tie counting as failed"
+            )
+        notes += filter(None, [thoughts_line(self.samples), "" if ranked else "Samples were not ranked."])
+        if unjudged := [verdict.task_id for verdict in self.verdicts if verdict.status == "unjudged"]:
+            notes.append(
+                f"{len(unjudged):,} samples of {plural(len(set(unjudged)), 'task')} cannot be judged: they count as "
+                "failed, and in the column 'at most' as passed"
+            )
+        return notes
 
 
-def _remarks(*, samples_of: Counter[str], pools: Sequence[Pool], left_out: int) -> list[str]:
-    remarks = []
-    if left_out:
-        lost = len(samples_of) - len(pools)
-        remarks.append(
-            f"{left_out:,} of {samples_of.total():,} samples have no verdict and are left out"
-            + (f", and with them {lost:,} task{'' if lost == 1 else 's'}" if lost else "")
-        )
-    sizes = [len(pool.passed) for pool in pools]
-    if min(sizes) < max(sizes):
-        remarks.append(
-            f"Tasks have between {min(sizes):,} and {max(sizes):,} judged samples; n goes up to {min(sizes):,}"
-        )
-    if len(pools) == 1:
-        remarks.append("A single task gives no interval over tasks.")
-    return remarks
+def plural(count: int, name: str) -> str:
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def _failures(latency: Sequence[Latency]) -> list[str]:
-    """Measurements without numbers, a sentence for each cause."""
     found: dict[str, list[str]] = {}
     for row in latency:
         if row.status != "ok":

@@ -13,16 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..measurement.figures import (
-    COLOURS,
-    add_legend,
-    add_title,
-    new_figure,
-    plain_numbers,
-    powers_of_two,
-    save,
-    style_axis,
-)
+from ..measurement.figures import COLOURS, panel_axes, plain_numbers, powers_of_two
 from .metrics import Ranker
 from .report import SHOWN, Accuracy, Line, Report, accuracy_within, fastest, points
 
@@ -38,12 +29,11 @@ _SIDES: Final[dict[str, dict[str, Any]]] = {
 
 
 def unit_of(seconds: Iterable[float]) -> tuple[float, str]:
-    """The factor and the name of the unit in which times read best."""
     return (1.0, "s") if max(seconds, default=0.0) >= 10 else (1e3, "ms")
 
 
 def percents(axis: Any) -> None:
-    """Shares as percents (of ``axes.yaxis``), in steps whose numbers are short, so that none is rounded."""
+    """Show shares as percents (on ``axes.yaxis``), in steps whose numbers are short, so that none is rounded."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
@@ -51,7 +41,7 @@ def percents(axis: Any) -> None:
 
 
 def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, float]:
-    """Limits of a logarithmic axis around positive values, with a margin that labels fit into, never below 30 %."""
+    """Return limits of a logarithmic axis around positive values, with a margin for labels, never below 30 %."""
     found = list(values)
     low, high = math.log(min(found)), math.log(max(found))
     margin = max(share * (high - low), 0.15)
@@ -71,7 +61,7 @@ class Mark:
 
 
 def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str, sides: str) -> list[Mark]:
-    """Marks of the points (n, x, y) of a line; those of its ends come first and are needed."""
+    """Make marks of the points (n, x, y) of a line; those of its ends come first and are needed."""
     last = len(points) - 1
     marks = [
         Mark(axis, (x, y), f"n = {n:,}" if at in (0, last) else f"{n:,}", colour, sides, at in (0, last))
@@ -99,7 +89,7 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
             )
             box = text.get_window_extent()
             inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            covered = _count(box, ink) + _nearer(mark, box)
+            covered = int(((ink >= box.min - 1) & (ink <= box.max + 1)).all(axis=1).sum()) + _nearer(mark, box)
             if inside and not any(box.padded(4).overlaps(other) for other in taken):
                 choices.append((covered, preference, text))
             else:
@@ -112,13 +102,7 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
                 taken.append(choice[2].get_window_extent())
 
 
-def _count(box: Any, ink: NDArray[np.float64]) -> int:
-    """How many of the points [points, 2] a box covers."""
-    return int(((ink >= box.min - 1) & (ink <= box.max + 1)).all(axis=1).sum())
-
-
 def _nearer(mark: Mark, box: Any) -> int:
-    """How many points of the axis are nearer to a box than the point that it belongs to."""
     points = [mark.axis.transData.transform(np.column_stack(line.get_data())) for line in mark.axis.lines]
     middle = (box.min + box.max) / 2
     own = np.hypot(*(mark.axis.transData.transform(mark.point) - middle))
@@ -126,7 +110,7 @@ def _nearer(mark: Mark, box: Any) -> int:
 
 
 def _ink(axis: Any) -> NDArray[np.float64]:
-    """Pixels of an axis that its lines pass, some two apart: [pixels, 2]."""
+    """List the pixels of an axis that its lines pass, some two apart: [pixels, 2]."""
     found = [np.empty((0, 2))]
     for line in axis.lines:
         corners = axis.transData.transform(np.column_stack(line.get_data()))
@@ -155,7 +139,7 @@ _RANKERS: Final[dict[Ranker, tuple[str, str]]] = {
 }
 
 Panel = Callable[[Any], list[Mark]]
-"""Draws into an axis and gives the marks that are placed when everything is drawn."""
+"""Draws into an axis and returns the marks that are placed when everything is drawn."""
 
 
 def draw_against_latency(found: Report, path: Path) -> Path | None:
@@ -169,14 +153,13 @@ def draw_against_latency(found: Report, path: Path) -> Path | None:
     for device in devices:
         lines = [line for line in found.lines if line.device == device]
         where = f" on {device}" if len(devices) > 1 else ""
-        if accuracy is not None:
-            panels += [
-                partial(_figure_8, accuracy, ranker, lines, where) for ranker in SHOWN if ranker in accuracy.curves
-            ]
-            panels += [partial(_within_panel, accuracy, lines, where)]
-        panels += [partial(_latency_panel, lines, where)]
+        timed: list[Panel] = [partial(_latency_panel, lines, where)]
         if accuracy is None:
-            panels += [partial(_step_panel, lines, where)]
+            panels += [*timed, partial(_step_panel, lines, where)]
+        else:
+            shown = [ranker for ranker in SHOWN if ranker in accuracy.curves]
+            panels += [partial(_figure_8, accuracy, ranker, lines, where) for ranker in shown]
+            panels += [partial(_within_panel, accuracy, lines, where), *timed]
     title = f"{found.title}; {devices[0]}" if len(devices) == 1 else found.title
     return _draw(panels, title, path) if panels else None
 
@@ -195,14 +178,11 @@ def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: 
         look = _look(line, lines)
         axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
         if line in best:
-            intervals = [
-                (scale * seconds, curve.lows[at], curve.highs[at])
-                for n, seconds, _ in joined
-                for at in [accuracy.ns.index(n)]
-            ]
+            at = {n: place for place, n in enumerate(accuracy.ns)}
+            intervals = [(scale * seconds, curve.lows[at[n]], curve.highs[at[n]]) for n, seconds, _ in joined]
             axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
-            at = [(n, scale * seconds, value) for n, seconds, value in joined]
-            marks.append(marks_of(axis, at, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
+            points_drawn = [(n, scale * seconds, value) for n, seconds, value in joined]
+            marks.append(marks_of(axis, points_drawn, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
     _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
     _share_axis(axis, accuracy.short_label(ranker))
     axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
@@ -302,12 +282,9 @@ def _draw(panels: Sequence[Panel], title: str, path: Path) -> Path:
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     size = (5.2 * columns, 3.6 * lines + 0.8) if columns > 1 else (6.4, 4.6)
-    figure, axes = new_figure(len(panels), columns, size)
     marks: list[Mark] = []
-    for axis, panel in zip(axes, panels, strict=True):
-        marks += panel(axis)
-        style_axis(axis)
-    add_title(figure, title, letters_per_inch=11)
-    add_legend(figure)
-    place_marks(figure, marks)
-    return save(figure, path)
+    finish = partial(place_marks, marks=marks)
+    with panel_axes(len(panels), columns, size, path, title, letters_per_inch=11, finish=finish) as axes:
+        for axis, panel in zip(axes, panels, strict=True):
+            marks += panel(axis)
+    return path

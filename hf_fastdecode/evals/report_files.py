@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..files import write_rows, write_text
 from .records import Latency, Way
-from .report import SHOWN, Accuracy, Curve, Line, Report, accuracy_within, fastest, largest_n_within
+from .report import SHOWN, Accuracy, Curve, Line, Report, accuracy_within, fastest, largest_n_within, plural
 from .report_figures import AGAINST_LATENCY, AGAINST_N, draw_against_latency, draw_against_n
 
 Cells = tuple[list[str], list[list[str]]]
@@ -25,7 +25,7 @@ Cells = tuple[list[str], list[list[str]]]
 
 
 def accuracy_table(accuracy: Accuracy) -> Cells:
-    """A row for each n, a column for each ranker; beside pass@n, what it is if unjudged samples are right."""
+    """Make a row for each n and a column for each ranker; beside pass@n, its value if unjudged samples are right."""
     curves = {accuracy.label(ranker): curve for ranker, curve in accuracy.curves.items()}
     if accuracy.at_most is not None:
         (first, own), *others = curves.items()
@@ -36,32 +36,24 @@ def accuracy_table(accuracy: Accuracy) -> Cells:
 
 
 def latency_tables(found: Report) -> dict[str, Cells]:
-    """By device, a row for each measurement, times in seconds; beside a shared one, what stock takes over its time."""
+    """Make a table for each device: a row for each measurement, times in seconds, and stock's time over shared's."""
     times = ["prefill,\ns", "ms/step", "first,\ns", "median,\ns", "last,\ns", "p90,\ns"]
     head = ["way", "mode", "n", *times, "peak,\nGiB", "stock/\nshared"]
     tables: dict[str, Cells] = {}
     for row in found.latency:
-        cells = [
-            row.way,
-            row.mode,
-            f"{row.n:,}",
-            _number(row.prefill_s),
-            _number(row.ms_per_step_p50),
-            _number(row.first_sample_s),
-            _number(row.median_sample_s),
-            _number(row.last_sample_s) if row.status == "ok" else "none",
-            _number(row.last_sample_s_p90),
-            _number(math.nan if row.peak_bytes is None else row.peak_bytes / 2**30),
-            _ratio(row, found),
-        ]
-        tables.setdefault(row.device, (head, []))[1].append(cells)
+        gib = math.nan if row.peak_bytes is None else row.peak_bytes / 2**30
+        numbers = [row.prefill_s, row.ms_per_step_p50, row.first_sample_s, row.median_sample_s, row.last_sample_s]
+        cells = [row.way, row.mode, f"{row.n:,}", *map(_number, [*numbers, row.last_sample_s_p90, gib])]
+        if row.status != "ok":
+            cells[head.index("last,\ns")] = "none"
+        tables.setdefault(row.device, (head, []))[1].append([*cells, _ratio(row, found)])
     return tables
 
 
 def growth_lines(found: Report) -> list[str]:
-    """How many samples fit into twice the latency of one, a sentence for each line."""
+    """Say how many samples fit into twice the latency of one, a sentence for each line."""
     return [
-        f"{line.label} on {line.device}: {n:,} sample{'' if n == 1 else 's'} within twice the latency of one"
+        f"{line.label} on {line.device}: {plural(n, 'sample')} within twice the latency of one"
         for line in found.lines
         if (n := largest_n_within(line)) is not None
     ]
@@ -80,7 +72,7 @@ def status_line(accuracy: Accuracy) -> str:
 
 
 def _percent(curve: Curve, at: int) -> str:
-    """A value, with its interval if it is one of those set against latency, or with the error of an estimate."""
+    """Show a value, with its interval if it is set against latency, or with the error of an estimate."""
     value, low, high = (100 * own[at] for own in (curve.values, curve.lows, curve.highs))
     if curve.errors is not None:
         return f"{value:.1f}% ± {100 * curve.errors[at]:.1f}"
@@ -88,7 +80,6 @@ def _percent(curve: Curve, at: int) -> str:
 
 
 def _ratio(row: Latency, found: Report) -> str:
-    """Stock's latency over that of a shared row."""
     if row.way != "shared":
         return ""
     stock = [other for other in found.latency if (other.way, other.device, other.n) == ("stock", row.device, row.n)]
@@ -97,14 +88,14 @@ def _ratio(row: Latency, found: Report) -> str:
 
 
 def _number(value: float) -> str:
-    """At least three digits that count; empty where unknown."""
+    """Show at least three significant digits; empty where unknown."""
     if math.isnan(value):
         return ""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
 def report_text(found: Report) -> RenderableType:
-    """Accuracy against n, latency against n and what a reader must know, as tables for a terminal."""
+    """Show accuracy, latency and notes as tables for a terminal."""
     parts: list[RenderableType] = [Text(found.title, style="bold")]
     if found.accuracy is not None:
         parts += [
@@ -158,7 +149,7 @@ pre {{ background: #f5f5f5; padding: 0.6rem; overflow-x: auto; font-size: 0.82re
 
 
 def page(found: Report, pictures: Mapping[str, bytes]) -> str:
-    """The page's text; pictures are PNG bytes by what they show."""
+    """Write the page; pictures are PNG bytes by their descriptions."""
     accuracy = found.accuracy
     parts = [_HEAD.format(title=escape(found.title)), f"<h1>{escape(found.title)}</h1>\n"]
     parts += [f'<p class="note">{escape(note)}</p>\n' for note in found.notes]
@@ -182,13 +173,10 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
             "<p>Medians over prompts, each in a call of its own, measured separately from the scored samples. "
             "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
             "is in time counts.</p>\n",
-            *(
-                part
-                for device, cells in latency_tables(found).items()
-                for part in (f"<h3>{escape(device)}</h3>\n", *_html_table(*cells))
-            ),
-            *(f"<p>{escape(line)}</p>\n" for line in growth_lines(found)),
         ]
+        for device, cells in latency_tables(found).items():
+            parts += [f"<h3>{escape(device)}</h3>\n", *_html_table(*cells)]
+        parts += [f"<p>{escape(line)}</p>\n" for line in growth_lines(found)]
     if accuracy is not None:
         parts += ["<h2>Tasks</h2>\n", *_html_table(*task_table(accuracy))]
     settings = json.dumps(found.settings, indent=1, ensure_ascii=False)
@@ -218,47 +206,31 @@ def write_report(found: Report, folder: Path) -> list[Path]:
             pictures[name] = folder / file
         else:
             (folder / file).unlink(missing_ok=True)  # of an earlier report, which had something to draw
+    content = json.dumps(_known(metrics(found)), ensure_ascii=False, allow_nan=False, indent=1)
     return [
-        write_metrics(found, folder / METRICS),
+        write_text(folder / METRICS, content + "\n"),
         write_rows(folder / CURVE, list(curve_rows(found)), columns=("n", "device"), line_end="\n"),
         *pictures.values(),
         write_text(folder / PAGE, page(found, {name: picture.read_bytes() for name, picture in pictures.items()})),
     ]
 
 
-def write_metrics(found: Report, path: Path) -> Path:
-    """Write everything as JSON: settings, curves with intervals, counts of each task, latency; unknown is null."""
-    text = json.dumps(_known(metrics(found)), ensure_ascii=False, allow_nan=False, indent=1)
-    return write_text(path, text + "\n")
-
-
 def metrics(found: Report) -> dict[str, Any]:
-    """The content of metrics.json, where unknown numbers are still NaN."""
-    accuracy, lines = found.accuracy, found.lines
-    budgets = (
-        []
-        if accuracy is None
-        else [
-            {
-                "device": line.device,
-                "way": line.way,
-                "mode": line.mode,
-                "ranker": ranker,
-                "steps": [asdict(step) for step in accuracy_within(accuracy, ranker, line)],
-            }
-            for line in lines
-            for ranker in SHOWN
-            if ranker in accuracy.curves
-        ]
-    )
+    """Return the content of metrics.json, where unknown numbers are still NaN."""
+    accuracy = found.accuracy
+    named = [(line, {"device": line.device, "way": line.way, "mode": line.mode}) for line in found.lines]
+    budgets = [
+        {**names, "ranker": ranker, "steps": [asdict(step) for step in accuracy_within(accuracy, ranker, line)]}
+        for line, names in named
+        for ranker in SHOWN
+        if accuracy is not None and ranker in accuracy.curves
+    ]
     return {
         "settings": found.settings,
         "notes": list(found.notes),
         "accuracy": None if accuracy is None else _accuracy_fields(accuracy),
         "latency": [asdict(row) for row in found.latency],
-        "largest_n_within_twice_the_latency_of_one": [
-            {"device": line.device, "way": line.way, "mode": line.mode, "n": largest_n_within(line)} for line in lines
-        ],
+        "largest_n_within_twice_the_latency_of_one": [{**names, "n": largest_n_within(line)} for line, names in named],
         "accuracy_within": budgets,
     }
 
@@ -283,7 +255,6 @@ def _accuracy_fields(accuracy: Accuracy) -> dict[str, Any]:
 
 
 def _known(value: Any) -> Any:
-    """Without NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: _known(own) for name, own in value.items()}
     if isinstance(value, list | tuple):
@@ -292,7 +263,7 @@ def _known(value: Any) -> Any:
 
 
 def curve_rows(found: Report) -> Iterator[dict[str, Any]]:
-    """A row for each device and n: pass@n and pass@top-m with their intervals, seconds to the last sample by way.
+    """Give a row for each device and n: pass@n and pass@top-m with intervals, seconds to the last sample by way.
 
     Of several modes of a way, the one that is the fastest at its largest n stands for it. Without latency there is one
     row for each n, and the device is empty.

@@ -7,8 +7,8 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ _PAUSE: Final = 0.5
 
 
 class Queue:
-    """Items by number, each done by one of the processes that share a file; a context manager.
+    """Numbered items of work, each done by one of the processes that share a file.
 
     A claim is a lock on a byte of the file, which ends with its process, however that ends: what a killed process had
     claimed and not finished is claimed again, and so is an item whose result does not count for others. On a file
@@ -59,7 +59,6 @@ class Queue:
             waiting = busy
 
     def _claim(self, number: int) -> bool:
-        """Whether an item is this process's, until it ends or releases it."""
         if os.name != "posix":
             return True
         try:
@@ -71,15 +70,11 @@ class Queue:
         return True
 
     def _release(self, number: int) -> None:
-        """Let others do an item, if what this process did does not count for them."""
         if os.name == "posix":
             with suppress(OSError):
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
 
-    def __enter__(self) -> Queue:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -88,20 +83,31 @@ class _HeldError(Exception):
 
 
 def part_files(whole: Path) -> list[Path]:
-    """The files that processes which share the work of one file write, in order of their names."""
     return sorted(whole.parent.glob(f"{whole.stem}.part-*{whole.suffix}"))
 
 
-def mend_unheld(files: Iterable[Path], mend: Callable[[Path], object]) -> None:
-    """Call `mend` with each file that no process writes to."""
-    for path in files:
-        with suppress(_HeldError, FileNotFoundError), exclusive(path, _HeldError()):  # it may have been merged
-            mend(path)
+@contextmanager
+def work(
+    whole: Path, count: int, is_done: Callable[[int], bool], *, shared: bool, held: InputError
+) -> Iterator[tuple[JsonlWriter, Iterator[int]]]:
+    """A file to append results to, and the numbers of items that this process is to do.
+
+    Of `shared` work a part of the whole file, and a `Queue`; otherwise the file, or the error `held` where another
+    process writes to it. `is_done` says whether the files hold an item now.
+    """
+    with ExitStack() as stack:
+        if shared:
+            file = stack.enter_context(_own_part(whole))
+            queue = stack.enter_context(closing(Queue(whole.with_name(f".{whole.name}.claims"), count)))
+            yield file, queue.numbers(is_done)
+        else:
+            stack.enter_context(exclusive(whole, held))
+            file = stack.enter_context(JsonlWriter(whole))
+            yield file, (number for number in range(count) if not is_done(number))
 
 
 @contextmanager
-def own_part(whole: Path) -> Iterator[JsonlWriter]:
-    """The first part that no process writes to, for this one."""
+def _own_part(whole: Path) -> Iterator[JsonlWriter]:
     for number in itertools.count(1):
         path = whole.with_name(f"{whole.stem}.part-{number}{whole.suffix}")
         try:
@@ -113,14 +119,14 @@ def own_part(whole: Path) -> Iterator[JsonlWriter]:
 
 
 class Lines:
-    """The lines of JSON files that other processes append to or replace. All come, some may come again."""
+    """Reads JSON files that other processes append to or replace. All lines come, some may come again."""
 
     def __init__(self, files: Callable[[], list[Path]]):
         self._files = files
         self._read: dict[Path, tuple[int, int]] = {}  # the file's inode, and how many bytes
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Whole lines since the call before, and all of a file that was replaced."""
+        """Read whole lines since the call before, and all of a file that was replaced."""
         for path in self._files():
             try:
                 with path.open("rb") as file:
@@ -148,13 +154,13 @@ _VERSIONS: Final = ("torch", "transformers", "hf_fastdecode")
 
 
 def sample_files(folder: Path) -> list[Path]:
-    """The files of samples in a run's folder: of one process, or of those that share the run."""
+    """List the files of samples in a run's folder: of one process, or of those that share the run."""
     return sorted([*folder.glob(SAMPLES), *part_files(folder / SAMPLES)])
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """How samples are drawn.
+    """Settings of drawing samples.
 
     With `processed`, log-probabilities after temperature and top-p are gathered too. Samples are then drawn by
     transformers' own sampler, from other random numbers than those of the sampling kernel.
@@ -197,7 +203,7 @@ class RunSettings:
 
 
 def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) -> str:
-    """A hash of the tasks' ids and of the tokens of their prompts, in order."""
+    """Hash the tasks' ids and the tokens of their prompts, in order."""
     return _digest([list(task_ids), [list(prompt) for prompt in prompts]])
 
 
@@ -232,7 +238,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings that `claim_folder` wrote, by name, with a fingerprint and the provenance; else an InputError."""
+    """Read the settings that `claim_folder` wrote, with a fingerprint and the provenance; else an InputError."""
     path = folder / SETTINGS
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -258,21 +264,15 @@ def _digest(content: Any) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """The samples of one call: numbers of its tasks in the run, the index of each task's first sample, samples per
-    task.
-    """
-
-    tasks: tuple[int, ...]
-    first: int
-    count: int
+    tasks: tuple[int, ...]  # their numbers in the run
+    first: int  # index of each task's first sample
+    count: int  # samples of each task
 
     def seed(self, run_seed: int, task_ids: Sequence[str]) -> int:
-        """The call's seed, from that of the run, the ids of its tasks and its first sample."""
         text = "\n".join([str(run_seed), str(self.first), *(task_ids[task] for task in self.tasks)])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
     def keys(self, task_ids: Sequence[str]) -> list[tuple[str, int]]:
-        """Task and index of each sample, in the order of the call's rows."""
         return [(task_ids[task], self.first + offset) for task in self.tasks for offset in range(self.count)]
 
 
@@ -294,9 +294,8 @@ def open_samples(
 ) -> Iterator[tuple[JsonlWriter, Iterator[Unit], int]]:
     """A file to append samples to, the units that this process is to draw, and how many samples there are already.
 
-    Of a `shared` run, a file and the units of one process: those that no other draws, see `Queue`; a unit is drawn
-    when the next is asked for. Samples of a unit that an interruption left incomplete are removed first, and so are
-    repeated ones. An InputError where another process writes to the file of a run that is not shared.
+    See `work`; a unit is drawn when the next is asked for. Samples of a unit that an interruption left incomplete are
+    removed first, and so are repeated ones.
     """
     keys = [frozenset(unit.keys(task_ids)) for unit in units]
     done: set[tuple[Any, Any]] = set()
@@ -308,15 +307,10 @@ def open_samples(
         return done >= keys[number]
 
     whole = folder / SAMPLES
-    with ExitStack() as stack:
-        mend_unheld(sample_files(folder), lambda path: _remove_incomplete(path, units, task_ids))
-        if shared:
-            file = stack.enter_context(own_part(whole))
-            numbers = stack.enter_context(Queue(folder / f".{SAMPLES}.claims", len(units))).numbers(is_done)
-        else:
-            stack.enter_context(exclusive(whole, _held(whole)))
-            file = stack.enter_context(JsonlWriter(whole))
-            numbers = (number for number in range(len(units)) if not is_done(number))
+    for path in sample_files(folder):
+        with suppress(_HeldError, FileNotFoundError), exclusive(path, _HeldError()):  # it may have been merged
+            _remove_incomplete(path, keys)
+    with work(whole, len(units), is_done, shared=shared, held=_held(whole)) as (file, numbers):
         done.update(map(sample_key, lines.new()))
         yield file, (units[number] for number in numbers), sum(len(own & done) for own in keys)
 
@@ -325,28 +319,23 @@ def _held(path: Path) -> InputError:
     return InputError(f"another process draws samples into {path}; wait for it, or name another `out`")
 
 
-def _remove_incomplete(path: Path, units: Sequence[Unit], task_ids: Sequence[str]) -> None:
-    """Leave one line for each sample, of those units whose samples are all there."""
+def _remove_incomplete(path: Path, units: Sequence[frozenset[tuple[str, int]]]) -> None:
     lines = list(read_jsonl(path))
     found: dict[tuple[Any, Any], dict[str, Any]] = {}
     for line in lines:
         found.setdefault(sample_key(line), line)
-    whole: set[tuple[Any, Any]] = set()
-    for keys in (unit.keys(task_ids) for unit in units):
-        if found.keys() >= set(keys):
-            whole.update(keys)
+    whole = {key for keys in units if found.keys() >= keys for key in keys}
     kept = [line for key, line in found.items() if key in whole]
     if len(kept) < len(lines):
         write_text(path, json_lines(kept))
 
 
 def sample_key(line: dict[str, Any]) -> tuple[Any, Any]:
-    """Task id and index of a line of samples or verdicts."""
     return line.get("task_id"), line.get("index")
 
 
 def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample]:
-    """The samples of a run, `n` for each task, ordered by task and index; files of several processes become one.
+    """Read the samples of a run, `n` for each task, by task and index; files of several processes become one.
 
     An InputError where there are none, processes that share the run have not drawn all, or two files hold different
     samples of the same number.

@@ -20,31 +20,45 @@ Kind = Literal["word", "punctuation", "string", "comment"]
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of a program; white space is not a token."""
-
     kind: Kind  # numbers are words; regular expressions and pieces of template literals are strings
     text: str
     start: int  # position in the text
 
     @property
     def end(self) -> int:
-        """Where the text goes on after it."""
         return self.start + len(self.text)
 
 
-# A pattern matches a whole token. Where an opening one matches and the pattern does not, the token is not closed yet.
-_SPACE: Final = re.compile(r"\s+")
-_WORD: Final = re.compile(r"[\w$]+")
-_DOUBLED: Final = re.compile(r"\+\+|--")  # distinct from +, since a slash after i++ divides
-_LONG_QUOTES: Final = {
-    '"""': re.compile(r'"""(?:\\.|[^\\])*?"""', re.S),
-    "'''": re.compile(r"'''(?:\\.|[^\\])*?'''", re.S),
-}
+_Rule = tuple[Kind, re.Pattern[str], re.Pattern[str]]
+"""A kind, how its tokens begin, and a whole one: where only the beginning matches, more text has to come."""
+
+
+def _rule(kind: Kind, opening: str, whole: str = "(?!)") -> _Rule:
+    return kind, re.compile(opening), re.compile(whole, re.S)
+
+
 # A line's end closes a quoted string too: the program is wrong there, and what follows is code again.
-_QUOTES: Final = {quote: re.compile(rf"{quote}(?:\\.|[^{quote}\\\n])*(?:{quote}|\n)", re.S) for quote in "\"'"}
-_LINE_COMMENTS: Final = {"#": re.compile(r"#[^\n]*(?=\n)"), "//": re.compile(r"//[^\n]*(?=\n)")}
-_BLOCK_COMMENT: Final = re.compile(r"/\*.*?\*/", re.S)
-_TEMPLATE: Final = re.compile(r"(?:\\.|[^`\\$]|\$(?!\{)(?=.))*(?:`|\$\{)", re.S)
+_QUOTED: Final = [_rule("string", quote, rf"{quote}(?:\\.|[^{quote}\\\n])*(?:{quote}|\n)") for quote in "\"'"]
+_LONG: Final = [_rule("string", quote, rf"{quote}(?:\\.|[^\\])*?{quote}") for quote in ('"""', "'''")]
+_EMPTY_OR_LONG: Final = _rule("string", r"\"{1,2}\Z|'{1,2}\Z")
+_WORD: Final = _rule("word", r"[\w$]", r"[\w$]++(?!\Z)")
+_COMMENTS: Final = [
+    *(_rule("comment", "//", r"//[^\n]*(?=\n)"), _rule("comment", r"/\*", r"/\*.*?\*/")),
+    _rule("punctuation", r"/\Z"),
+]
+_TEMPLATE: Final = r"(?:\\.|[^`\\$]|\$(?!\{)(?=.))*(?:`|\$\{)"
+_RULES: Final[dict[Language, list[_Rule]]] = {
+    "python": [*_LONG, _EMPTY_OR_LONG, *_QUOTED, _WORD, _rule("comment", "#", r"#[^\n]*(?=\n)")],
+    "java": [_LONG[0], _EMPTY_OR_LONG, *_QUOTED, _WORD, *_COMMENTS],
+    "javascript": [
+        *(*_QUOTED, _rule("string", "`", f"`{_TEMPLATE}"), _WORD, *_COMMENTS),
+        # Distinct from +, since a slash after i++ divides.
+        *(_rule("punctuation", r"[+-]\Z"), _rule("punctuation", r"\+\+|--", r"\+\+|--")),
+    ],
+}
+_SPACE: Final = re.compile(r"\s*")
+_REST_OF_TEMPLATE: Final = re.compile("}" + _TEMPLATE, re.S)
+_REGEX_OPENING: Final = re.compile(r"/[^/*]", re.S)
 _REGEX: Final = re.compile(r"/(?:\\[^\n]|\[(?:\\[^\n]|[^\]\\\n])*\]|[^/\\\[\n])+/[\w$]*(?=[^\w$])|/[^\n]*\n")
 
 _BEFORE_REGEX: Final = frozenset(
@@ -65,7 +79,7 @@ class Lexer:
     _after_condition: bool = False
 
     def feed(self, text: str) -> Iterator[Token]:
-        """The tokens that have become certain, given the whole text so far; it begins with that of the call before."""
+        """Yield the tokens that have become certain in the whole text so far, which begins with that of last time."""
         while token := self._next(text):
             self._position = token.end
             if token.kind != "comment":
@@ -73,62 +87,26 @@ class Lexer:
             yield token
 
     def _next(self, text: str) -> Token | None:
-        if space := _SPACE.match(text, self._position):
-            self._position = space.end()
-        start = self._position
+        space = _SPACE.match(text, self._position)
+        self._position = start = space.end() if space else self._position
         if start == len(text):
             return None
         if self._templates and self._templates[-1] == 0 and text[start] == "}":
-            return self._token("string", _TEMPLATE, text, start, skip=1)
-        if text[start] == "`" and self.language == "javascript":
-            return self._token("string", _TEMPLATE, text, start, skip=1)
-        if text[start] in "\"'":
-            return self._quoted(text, start)
-        if _WORD.match(text[start]):
-            return self._token("word", _WORD, text, start, closed=False)
-        if text[start] == "#" and self.language == "python":
-            return self._token("comment", _LINE_COMMENTS["#"], text, start)
-        if text[start] == "/" and self.language != "python":
-            return self._slash(text, start)
-        if text[start] in "+-" and self.language == "javascript":
-            if start + 1 == len(text):
+            found = _REST_OF_TEMPLATE.match(text, start)
+            return Token("string", found[0], start) if found else None
+        if self.language == "javascript" and _REGEX_OPENING.match(text, start) and self._regex_may_follow():
+            if (found := _REGEX.match(text, start)) is None:
                 return None
-            if _DOUBLED.match(text, start):
-                return Token("punctuation", text[start : start + 2], start)
+            if not found[0].endswith("\n"):
+                return Token("string", found[0], start)
+        for kind, opening, whole in _RULES[self.language]:
+            if opening.match(text, start):
+                found = whole.match(text, start)
+                return Token(kind, found[0], start) if found else None
         return Token("punctuation", text[start], start)
 
-    def _token(
-        self, kind: Kind, pattern: re.Pattern[str], text: str, start: int, skip: int = 0, closed: bool = True
-    ) -> Token | None:
-        """The token that the pattern matches; None if more text may lengthen it."""
-        match = pattern.match(text, start + skip)
-        if match is None or (not closed and match.end() == len(text)):
-            return None
-        return Token(kind, text[start : match.end()], start)
-
-    def _quoted(self, text: str, start: int) -> Token | None:
-        quotes = text[start : start + 3]
-        if quotes in _LONG_QUOTES and (self.language == "python" or (self.language == "java" and quotes == '"""')):
-            return self._token("string", _LONG_QUOTES[quotes], text, start)
-        if len(quotes) < 3 and quotes == quotes[0] * len(quotes) and self.language != "javascript":
-            return None  # an empty string, or the first quotes of a long one
-        return self._token("string", _QUOTES[text[start]], text, start)
-
-    def _slash(self, text: str, start: int) -> Token | None:
-        if start + 1 == len(text):
-            return None
-        if text.startswith("//", start):
-            return self._token("comment", _LINE_COMMENTS["//"], text, start)
-        if text.startswith("/*", start):
-            return self._token("comment", _BLOCK_COMMENT, text, start)
-        if self.language == "javascript" and self._regex_may_follow():
-            found = self._token("string", _REGEX, text, start)
-            if found is None or not found.text.endswith("\n"):
-                return found
-        return Token("punctuation", "/", start)
-
     def _regex_may_follow(self) -> bool:
-        """Whether a slash begins a regular expression: where a value is expected, not after one."""
+        """Whether a slash begins a regular expression: it does where a value is expected."""
         before = self._previous
         if before is None:
             return True
@@ -156,7 +134,7 @@ class Lexer:
 
 
 def tokens(text: str, language: Language) -> list[Token]:
-    """The tokens of a whole program; what is not closed at its end is left out."""
+    """Return the tokens of a whole program; one that is not closed at its end is left out."""
     finished = text if text.endswith("\n") else text + "\n"  # no token reaches over it unless it is unclosed
     return list(Lexer(language).feed(finished))
 
@@ -179,7 +157,7 @@ class StopRule(ABC):
         return self.end(text) is not None
 
     def end(self, text: str) -> int | None:
-        """Where the completion ends, as a number of characters of the text; None while it may go on."""
+        """Return the length of the completion in characters of the text; None while it may go on."""
         if not text.startswith(self._read):  # another text, or a letter whose bytes were not complete
             self._read, self._end = "", None
             self._restart()
@@ -189,26 +167,24 @@ class StopRule(ABC):
         return self._end
 
     def kept(self, text: str) -> int:
-        """How many leading characters of a text its completion keeps, also where generation was cut off."""
+        """Return how many characters of a text its completion keeps, also where generation was cut off."""
         end = self.end(text)
         return len(text) if end is None else end
 
     def completion(self, text: str) -> str:
-        """The completion that a text holds: what is kept, closed where the rule closes it."""
+        """Return the kept characters, closed where the rule closes them."""
         return text[: self.kept(text)]
 
     @abstractmethod
     def _restart(self) -> None:
-        """Forget what was read."""
+        """Forget the text."""
 
     @abstractmethod
     def _find(self, text: str) -> int | None:
-        """The end, given a text that begins with that of the call before."""
+        """Find the end of a text that begins with that of the call before."""
 
 
 class Unbounded(StopRule):
-    """Ends nowhere."""
-
     def _restart(self) -> None:
         pass
 
@@ -248,7 +224,6 @@ class StopWords(StopRule):
 
 
 def parses(program: str) -> bool:
-    """Whether a text is a Python program."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in strings, which are the program's matter
@@ -259,7 +234,7 @@ def parses(program: str) -> bool:
 
 
 def longest_parsing_prefix(text: str, stem: str = "") -> str:
-    """The longest prefix in whole lines that parses after the stem; the text itself if there is none."""
+    """Return the longest prefix in whole lines that parses after the stem; the text itself if there is none."""
     lines = text.splitlines(keepends=True)
     for count in range(len(lines), 0, -1):
         prefix = "".join(lines[:count])
@@ -306,7 +281,7 @@ class PythonFunctionEnd(StopRule):
         return None
 
     def _ends_with(self, token: Token, text: str) -> bool:
-        """Reads a token; whether the function ended before the statement that it belongs to."""
+        """Read a token: whether the function ended before the statement that it belongs to."""
         previous, self._previous = self._previous, token
         leads = self._leads_a_line(token, previous, text)
         if leads and token.text in _NEVER_IN_BRACKETS:
@@ -391,7 +366,6 @@ class BraceEnd(StopRule):
         return len(text) if end is None else end
 
     def completion(self, text: str) -> str:
-        """The kept text, and the braces that close the stem's other blocks."""
         kept = super().completion(text)
         still_open = self._opened + sum(map(_step, tokens(kept, self._language)))
         return kept if self._item_end is None else kept + "\n}" * still_open
@@ -416,7 +390,7 @@ class BraceEnd(StopRule):
         return None
 
     def _follow(self, token: Token) -> None:
-        """Counts what a token opens and closes, and notes the end of an item."""
+        """Count opened and closed braces and parentheses, and note the end of an item."""
         self._depth += _step(token)
         if token.kind != "punctuation":
             return
@@ -434,7 +408,7 @@ class BraceEnd(StopRule):
         self._item, self._item_end, self._parentheses = None, token.end, 0
 
     def _ends_with(self, token: Token, text: str) -> bool:
-        """Reads a token between items; whether it ends the completion."""
+        """Read a token between items: whether it ends the completion."""
         if not self._header:
             if token.text == "}":
                 return self._depth == 0
@@ -457,7 +431,6 @@ class BraceEnd(StopRule):
 
 
 def _name(header: list[Token]) -> str:
-    """The name that a header defines: the word after class or its like, else the last word before its end."""
     words = [token.text for token in header if token.kind == "word"]
     for keyword, name in pairwise(words):
         if keyword in _NAMED_BY_KEYWORD:
@@ -466,7 +439,6 @@ def _name(header: list[Token]) -> str:
 
 
 def _may_define(token: Token, language: Language) -> bool:
-    """Whether a definition may begin with a token."""
     if language == "javascript":
         return token.text in ("function", "class", "async")
     return token.text == "@" or (token.kind == "word" and token.text not in ("import", "package"))

@@ -29,7 +29,7 @@ _HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$
 
 
 def mbpp_task(record: Record) -> Task:
-    """A task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
+    """Read a task of MBPP: full with `text` and `test_setup_code`, or sanitized with `prompt` and `test_imports`.
 
     One of MBPP+ (Liu et al. 2023) has further tests as a program, in `test`, which runs after the others.
     """
@@ -51,7 +51,7 @@ def mbpp_task(record: Record) -> Task:
 
 
 def mbxp_task(record: Record, language: Language) -> Task:
-    """A task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
+    """Read a task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
 
     HumanEval's own file does not name the language; `canonical_solution` is null where no solution is known.
     """
@@ -68,7 +68,6 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
 
 def prompt_task(record: Record) -> Task:
-    """A text to be continued, without tests."""
     if of_tasks := sorted(_TASK_FIELDS & record.fields.keys()):
         raise record.error(
             f"fields of a programming task: {', '.join(of_tasks)}; name a file of such tasks alone, the first "
@@ -80,7 +79,7 @@ def prompt_task(record: Record) -> Task:
 
 
 def apps_task(record: Record) -> Task:
-    """A task of APPS (Hendrycks et al. 2021) as a text to be solved; its tests by input and output are not read."""
+    """Read a task of APPS (Hendrycks et al. 2021) without its tests, which compare input and output."""
     solutions = record.text("solutions", "") or "[]"
     try:
         first = next(iter(json.loads(solutions)), None)
@@ -110,8 +109,7 @@ def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
             )
 
 
-def recognised(record: Record) -> str:
-    """The task name that a record's fields suggest; empty where they suggest none."""
+def _recognised(record: Record) -> str:
     fields = record.fields
     if "test_list" in fields:
         return "mbpp"
@@ -142,8 +140,6 @@ _GOOGLE: Final = "https://raw.githubusercontent.com/google-research/google-resea
 
 @dataclass(frozen=True)
 class PublishedFile:
-    """A file of a data set."""
-
     task_name: str  # the source that reads it
     url: str
     problems: int
@@ -152,70 +148,49 @@ class PublishedFile:
 
     @property
     def name(self) -> str:
-        """The file's name."""
         return self.url.rpartition("/")[2]
 
 
 # The first file of a task name is the one that is loaded where none is given.
 FILES: Final = (
     PublishedFile(
-        "mbpp",
-        f"{_GOOGLE}/mbpp.jsonl",
-        974,
+        *("mbpp", f"{_GOOGLE}/mbpp.jsonl", 974),
         "ccf64ceae9c5403bf50a044cb6d505bfd2a2963ee58338ba268fd65beab92a9f",
-        ("google-research-datasets/mbpp", "full"),
+        hub=("google-research-datasets/mbpp", "full"),
     ),
     PublishedFile(
-        "mbpp-sanitized",
-        f"{_GOOGLE}/sanitized-mbpp.json",
-        427,
+        *("mbpp-sanitized", f"{_GOOGLE}/sanitized-mbpp.json", 427),
         "ca95deaa9a01ef0a6f439f88bcf0dd3db3563d22f22aad6cae04ebb9a8d8c8e9",
-        ("google-research-datasets/mbpp", "sanitized"),
+        hub=("google-research-datasets/mbpp", "sanitized"),
     ),
     PublishedFile(
-        "mbxp-python",
-        f"{_MXEVAL}/data/mbxp/mbpp_release_v1.jsonl",
-        974,
+        *("mbxp-python", f"{_MXEVAL}/data/mbxp/mbpp_release_v1.jsonl", 974),
         "2ea7949f20ed5ecaacf4c9970d29430ec3f13772f4dd379665b1234f14b0ec3e",
     ),
     PublishedFile(
-        "mbxp-java",
-        f"{_MXEVAL}/data/mbxp/mbjp_release_v1.2.jsonl",
-        966,
+        *("mbxp-java", f"{_MXEVAL}/data/mbxp/mbjp_release_v1.2.jsonl", 966),
         "139a0fcdff2f4c6d456c546c82f43a1f389dfe3125f5f2c3f6a12f478483dffd",
     ),
     PublishedFile(
-        "mbxp-javascript",
-        f"{_MXEVAL}/data/mbxp/mbjsp_release_v1.2.jsonl",
-        966,
+        *("mbxp-javascript", f"{_MXEVAL}/data/mbxp/mbjsp_release_v1.2.jsonl", 966),
         "9e443a1911bcedd8b5193f43d3217666fbf669cd00d54265941a8eb17e396f5a",
     ),
     PublishedFile(
-        "humaneval",
-        f"{_OPENAI}/data/HumanEval.jsonl.gz",
-        164,
+        *("humaneval", f"{_OPENAI}/data/HumanEval.jsonl.gz", 164),
         "1d49078ba3e2b196b9344535bef34a43021f038fad9561d6ee7c53450609a6a2",
-        ("openai/openai_humaneval", "openai_humaneval"),
+        hub=("openai/openai_humaneval", "openai_humaneval"),
     ),
     PublishedFile(
-        "humaneval",
-        f"{_MXEVAL}/data/multilingual_humaneval/HumanEval.jsonl",
-        164,
+        *("humaneval", f"{_MXEVAL}/data/multilingual_humaneval/HumanEval.jsonl", 164),
         "ee8ed1495a18a21d3c285c031d38940e3208f1616dc386a32a8d28e968fe94d8",
     ),
 )
 
 
-def published_file(task_name: str) -> PublishedFile:
-    """The file that a task name is loaded from where none is given."""
-    return next(file for file in FILES if file.task_name == task_name)
-
-
-def difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """A note where a file's decompressed content is none of those published for a task name, else empty."""
+def _difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
+    """Say where a file's decompressed content is none of those published for a task name; else empty."""
     found = hashlib.sha256(content).hexdigest()
-    either = {"mbpp", "mbpp-sanitized"}  # the reader of one form reads both
-    names = either if task_name in either else {task_name}
+    names = _MBPP_NAMES if task_name in _MBPP_NAMES else {task_name}  # the reader of one form reads both
     pinned = [file for file in FILES if file.task_name in names]
     if not pinned or found in (file.sha256 for file in pinned):
         return ""
@@ -223,12 +198,9 @@ def difference(task_name: str, path: Path, content: bytes, problems: int) -> str
     return f"{path} is not the published data: {problems} problems, sha256 {found[:12]} (published: {known})"
 
 
-def hub_records(task_name: str) -> tuple[list[Record], str, str]:
-    """All records of a published data set in order of their ids, their origin, and a note on an unexpected number.
-
-    An InputError where they cannot be loaded, e.g. without a network; the remedy is a local file.
-    """
-    file = published_file(task_name)
+def _hub_records(task_name: str) -> tuple[list[Record], str, str]:
+    """Load a published data set in order of its ids, with its origin, and a note on an unexpected number."""
+    file = next(file for file in FILES if file.task_name == task_name)
     origin = f"{file.hub[0]} ({file.hub[1]})" if file.hub else file.url
     try:
         rows = _rows(file)
@@ -280,7 +252,7 @@ def load_tasks(
     limit: int | None = None,
     task_ids: Sequence[str | int] | None = None,
 ) -> TaskSet:
-    """The tasks of a source.
+    """Load the tasks of a source.
 
     Args:
         name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
@@ -306,9 +278,11 @@ def load_tasks(
         raise InputError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
     tasks = _parsed(name, records)
-    examples = _examples(name, tasks)
     if name == "embedded" or (own and name in _MBPP_NAMES):
-        examples = tuple(map(_READERS[name], _packaged(fewshot_tasks())))
+        examples = list(map(_READERS[name], _packaged(fewshot_tasks())))
+    else:  # MBPP's, the paper's three first
+        solved = [task for task in _within(tasks, "prompt") if task.reference and name in _MBPP_NAMES]
+        examples = sorted(solved, key=lambda task: task.task_id not in _PROMPT_ORDER)
     if task_ids is not None:
         find = TaskIds(tasks)
         chosen = list(dict.fromkeys(find.require(one) for one in task_ids))
@@ -316,13 +290,12 @@ def load_tasks(
             raise InputError("`task_ids` names no task; leave it out for all tasks")
     else:
         chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
-    return TaskSet(own or name, origin, tuple(chosen[:limit]), examples, "" if own else note)
+    return TaskSet(own or name, origin, tuple(chosen[:limit]), tuple(examples), "" if own else note)
 
 
 def _form_of(data: Path) -> str:
-    """The name whose form the records of a file have."""
     record = parse_records(read_bytes(data), data)[0]
-    found = recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
+    found = _recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
     if found not in _READERS or found == "apps":
         raise record.error(
             "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
@@ -332,17 +305,17 @@ def _form_of(data: Path) -> str:
 
 
 def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
-    """Records, where they were read, and a line where they are not the published ones."""
+    """Read records; returns their origin too, and a line where they are not the published ones."""
     if data is not None:
         content = read_bytes(data)
         records = parse_records(content, data)
         _check_form(name, records[0])
-        return records, str(data), difference(name, data, content, len(records))
+        return records, str(data), _difference(name, data, content, len(records))
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
     if name in ("apps", "prompts"):
         raise InputError(f"the tasks {name} need a file in their form; pass `data=FILE`")
-    return hub_records(name)
+    return _hub_records(name)
 
 
 def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
@@ -350,7 +323,7 @@ def _packaged(fields: Iterable[dict[str, object]]) -> list[Record]:
 
 
 def _check_form(name: str, record: Record) -> None:
-    found = recognised(record)
+    found = _recognised(record)
     expected = "mbpp" if name == "embedded" or name in _MBPP_NAMES else name
     if found and found != expected:
         remedy = f'pass `task="{found}"`' if found in TASK_NAMES else f"choose one of {', '.join(TASK_NAMES)}"
@@ -379,19 +352,10 @@ def _require_characters(record: Record, task: Task) -> None:
         raise record.error(f"{half!a} is no character but half of a surrogate pair; mend that record") from error
 
 
-def _examples(name: str, tasks: Sequence[Task]) -> tuple[Task, ...]:
-    """MBPP's tasks for few-shot prompts, the paper's three first."""
-    if name not in _MBPP_NAMES:
-        return ()
-    found = [task for task in _within(tasks, *SPLITS["prompt"]) if task.reference]
-    return tuple(sorted(found, key=lambda task: task.task_id not in _PROMPT_ORDER))
-
-
 def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
     if split == "all":
         return list(tasks)
-    found = _within(tasks, *SPLITS[split])
-    if not found:
+    if not (found := _within(tasks, split)):
         first, last = SPLITS[split]
         raise InputError(
             f"{origin} has no task of the split {split} (ids {first} to {last}), its ids run from {tasks[0].task_id} "
@@ -400,7 +364,8 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
     return found
 
 
-def _within(tasks: Sequence[Task], first: int, last: int) -> list[Task]:
+def _within(tasks: Sequence[Task], split: str) -> list[Task]:
+    first, last = SPLITS[split]
     numbers = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
     return [task for task, number in numbers if number.isdecimal() and first <= int(number) <= last]
 
@@ -411,8 +376,6 @@ _MBPP: Final = "mbpp"  # tools write MBPP's ids as 11, Mbpp/11 and MBPP/11
 
 @dataclass(frozen=True)
 class TaskSet:
-    """Tasks of one source."""
-
     name: str  # of the source, such as mbpp
     origin: str  # where the tasks were read
     tasks: tuple[Task, ...]  # the chosen ones, in the source's order; at least one
@@ -421,7 +384,7 @@ class TaskSet:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the tasks and examples: equal for the same tasks wherever they were read."""
+        """Hash of the tasks and examples: equal for the same tasks wherever they were read."""
         content = [[asdict(task) for task in tasks] for tasks in (self.tasks, self.examples)]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -434,7 +397,7 @@ class TaskIds:
         self._prefixes = {prefix for prefix, _ in self._tasks}
 
     def find(self, given: object) -> Task | None:
-        """The task with an integer or a text, with or without the data set's name, for its id."""
+        """Return the task with an integer or a text, with or without the data set's name, for its id."""
         if isinstance(given, bool) or not isinstance(given, (int, str)):
             return None
         prefix, number = _key(str(given).strip())
@@ -443,7 +406,7 @@ class TaskIds:
         return found[0] if len(found) == 1 else None
 
     def require(self, given: object, place: str = "") -> Task:
-        """The task with an id; an InputError if there is none."""
+        """As `find`; an InputError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]
@@ -453,6 +416,6 @@ class TaskIds:
 
 
 def _key(task_id: str) -> tuple[str, str]:
-    """Data set's name in lower case, and number; an id of another form is its own name."""
+    """Split an id into data set's name in lower case, and number; one of another form is its own name."""
     match = _ID.fullmatch(task_id)
     return (task_id, "") if match is None else ((match[1] or "").lower(), str(int(match[2])))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -31,6 +32,33 @@ def new_figure(count: int, columns: int, size: tuple[float, float]) -> tuple[Any
     for axis in axes[count:]:
         axis.set_visible(False)
     return figure, axes[:count]
+
+
+@contextmanager
+def panel_axes(
+    count: int,
+    columns: int,
+    size: tuple[float, float],
+    path: Path,
+    title: str,
+    *,
+    letters_per_inch: int = 12,
+    legend_columns: int = 3,
+    legend_size: int = 9,
+    finish: Callable[[Any], object] = lambda figure: None,
+) -> Iterator[list[Any]]:
+    """Axes of a figure's panels to draw into; after that they get their style, a title and one legend, and are saved.
+
+    `finish` gets the figure when everything else is drawn.
+    """
+    figure, axes = new_figure(count, columns, size)
+    yield axes
+    for axis in axes:
+        style_axis(axis)
+    add_title(figure, title, letters_per_inch=letters_per_inch)
+    add_legend(figure, columns=legend_columns, fontsize=legend_size)
+    finish(figure)
+    save(figure, path)
 
 
 def style_axis(axis: Any) -> None:

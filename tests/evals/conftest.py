@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,45 +10,61 @@ import pytest
 import torch
 
 from hf_fastdecode.cli.models import load_model
+from hf_fastdecode.evals.generation import weights_digest
 from hf_fastdecode.evals.prompts import PromptFormat, prompt_format
 from hf_fastdecode.evals.records import Task
-from hf_fastdecode.evals.rescore import weights_digest
 from hf_fastdecode.evals.run_folder import Drawing, RunSettings, prompts_digest
-from hf_fastdecode.evals.sandbox import ForkServer, Sandbox, SandboxError, choose
+from hf_fastdecode.evals.sandbox import ForkServer, Sandbox, SandboxError, choose, python_command
 from hf_fastdecode.evals.tasks import load_tasks
 
 from .example_tasks import end_runners
-from .processes import ANY
+from .processes import ANY, LIMITS, Outcome, outcome
+
+
+def chosen(name: str) -> Sandbox:
+    """A back end; skips the test where it does not isolate."""
+    try:
+        return choose(name)
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def chosen_to_fork(name: str) -> Sandbox:
+    if not (sandbox := chosen(name)).forks:
+        pytest.skip("it cannot fork here")
+    return sandbox
 
 
 @pytest.fixture(scope="session", params=["bwrap", "unshare", "podman", "docker"])
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """Every back end that isolates on this machine."""
-    try:
-        return choose(request.param)
-    except SandboxError as error:
-        pytest.skip(str(error))
+    return chosen(request.param)
 
 
 @pytest.fixture(scope="session")
 def any_sandbox() -> Sandbox:
     """The back end that `auto` chooses."""
-    try:
-        return choose()
-    except SandboxError as error:
-        pytest.skip(str(error))
+    return chosen("auto")
 
 
 @pytest.fixture(params=["bwrap", "unshare"])
 def forking(request: pytest.FixtureRequest) -> Sandbox:
     """Every sandbox that can fork."""
-    try:
-        sandbox = choose(request.param)
-    except SandboxError as error:
-        pytest.skip(str(error))
-    if not sandbox.forks:
-        pytest.skip("it cannot fork here")
-    return sandbox
+    return chosen_to_fork(request.param)
+
+
+@pytest.fixture(scope="module", params=["bwrap", "unshare", "podman", "docker", "bwrap-forks", "unshare-forks"])
+def run_python(request: pytest.FixtureRequest) -> Iterator[Callable[..., Outcome]]:
+    """Runs a program in every back end: in a new interpreter, or forked from a server."""
+    name, _, forks = request.param.partition("-")
+    if forks:
+        with chosen_to_fork(name).fork_server(ANY) as found:
+            yield lambda source, limits=LIMITS: outcome(lambda: found.fork(limits), source.encode())
+    else:
+        (command, readable), sandbox = python_command(), chosen(name)
+        yield lambda source, limits=LIMITS: outcome(
+            lambda: sandbox.popen([*command, "-c", source], readable=readable, limits=limits)
+        )
 
 
 @pytest.fixture

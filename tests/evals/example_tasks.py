@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -15,33 +16,6 @@ from hf_fastdecode.evals.sandbox import Limits, Sandbox
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner
 from hf_fastdecode.evals.scoring.python import PythonRunner
 
-PYTHON = Task(
-    task_id="MBPP/3",
-    language="python",
-    description="Write a function to double a number.",
-    stem='def double(x):\n    """\n    Write a function to double a number.\n    """\n',
-    tests=("def check(candidate):\n    assert candidate(2) == 4\n",),
-    entry_point="double",
-    reference="    return 2 * x\n",
-)
-JAVA = Task(
-    task_id="MBJP/3",
-    language="java",
-    description="Write a function to double a number.",
-    stem="import java.util.*;\n\nclass Double2 {\n    /** {@code 2 * x} */\n    public static int twice(int x) {\n",
-    tests=("class Main { }",),
-    entry_point="twice",
-    reference="        return 2 * x;\n    }\n}",
-)
-JAVASCRIPT = Task(
-    task_id="MBJSP/3",
-    language="javascript",
-    description="Write a function to double a number.",
-    stem="/** twice: { */\nfunction twice(x) {\n",
-    tests=("if (twice(2) !== 4) { throw 'no' }",),
-    entry_point="twice",
-    reference="  return 2 * x;\n}",
-)
 MBPP = Task(
     task_id="11",
     language="python",
@@ -50,31 +24,36 @@ MBPP = Task(
     tests=("assert double(2) == 4", "assert double(0) == 0"),
     reference="def double(x):\n    return 2 * x",
 )
+PYTHON = replace(
+    MBPP,
+    task_id="MBPP/3",
+    stem='def double(x):\n    """\n    Write a function to double a number.\n    """\n',
+    tests=("def check(candidate):\n    assert candidate(2) == 4\n",),
+    entry_point="double",
+    reference="    return 2 * x\n",
+)
+JAVA = replace(
+    PYTHON,
+    task_id="MBJP/3",
+    language="java",
+    stem="import java.util.*;\n\nclass Double2 {\n    /** {@code 2 * x} */\n    public static int twice(int x) {\n",
+    tests=("class Main { }",),
+    entry_point="twice",
+    reference="        return 2 * x;\n    }\n}",
+)
+JAVASCRIPT = replace(
+    JAVA,
+    task_id="MBJSP/3",
+    language="javascript",
+    stem="/** twice: { */\nfunction twice(x) {\n",
+    tests=("if (twice(2) !== 4) { throw 'no' }",),
+    reference="  return 2 * x;\n}",
+)
 
 
 CODE: Final[tuple[Language, ...]] = ("python", "java", "javascript")
 
-_ALL: Final = [
-    "\n",
-    "\n\n",
-    "    ",
-    " ",
-    "x",
-    "helper",
-    "twice",
-    "double",
-    "(",
-    ")",
-    "[",
-    "]",
-    "'",
-    '"',
-    "\\",
-    "+",
-    "é",
-    "0",
-    "`",
-]
+_ALL: Final = ["\n", "\n\n", "    ", "helper", "twice", "double", *" x()[]'\"\\+é0`"]
 _PIECES: Final[dict[Language, list[str]]] = {
     "python": [
         "    return helper(x)\n", "def helper(a):\n", "def other(a):\n", "def double(x):\n", "class A:\n",
@@ -98,6 +77,30 @@ _PIECES: Final[dict[Language, list[str]]] = {
 def pieces(language: Language) -> st.SearchStrategy[str]:
     """Texts of up to 25 pieces."""
     return st.lists(st.sampled_from(_PIECES[language] + _ALL), max_size=25).map("".join)
+
+
+class Scripted(AbstractContextManager):
+    """A runner that gives results from a list per completion, one after another; the last one stays, else a pass."""
+
+    scripts: dict[str, list[Result | BaseException]]
+    seen: list[tuple[str, str]]  # task id and completion of each check
+    walls: list[float]  # its limit on wall-clock time
+
+    def __init__(self, sandbox: Sandbox, limits: Limits):
+        self.limits = limits
+
+    def check(self, task: Task, completion: str) -> Result:
+        done = sum(text == completion for _, text in self.seen)
+        self.seen.append((task.task_id, completion))
+        self.walls.append(self.limits.wall_seconds)
+        script = self.scripts.get(completion, [Result("pass")])
+        result = script[min(done, len(script) - 1)]
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def __exit__(self, *raised: object) -> None:
+        pass
 
 
 PYTHON_LIMITS = Limits(

@@ -109,189 +109,138 @@ import sys
 def answer(x):
     candidate = sys.modules["hf_fastdecode_scoring.candidate"]
     dumps = candidate.dumps
-    candidate.dumps = lambda value, handle, **k: RAW if k and value[:1] == ["value"] else dumps(value, handle, **k)
+    is_answer = lambda value: type(value) is list and value[0] == "value"
+    candidate.dumps = lambda value, *a, **k: RAW if k and is_answer(value) else dumps(value, *a, **k)
     return x
 """
 
-PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
+_TEXTS: Final[dict[str, str]] = {
     # Endless and hungry
-    "infinite-loop": ("while True: pass", {"timeout"}),
-    "infinite-loop-in-call": ("def answer(x):\n    while True: pass", {"timeout"}),
-    "infinite-loop-that-catches": (
-        "def answer(x):\n    while True:\n        try: 1 / 0\n        except: pass",
-        {"timeout"},
-    ),
-    "sleep": ("import time\ntime.sleep(1000)", {"timeout"}),
-    "stop-itself": ("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)", {"timeout"}),
-    "ignore-cpu-limit": (
-        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
-        {"timeout"},
-    ),
-    "infinite-recursion": ("def answer(x): return answer(x)", {"fail"}),
-    "recursion-without-limit": (
-        "import sys\nsys.setrecursionlimit(2**31 - 1)\ndef answer(x): return [answer(x)]",
-        {"fail", "memory", "timeout"},
-    ),
-    "fork-bomb": ("import os\nwhile True: os.fork()", {"fail", "timeout"}),
-    "fork-bomb-that-catches": (
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        {"timeout"},
-    ),
-    "thread-bomb": (
-        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
-        {"fail", "memory"},
-    ),
-    "memory-filler": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"memory"}),
-    "memory-filler-in-call": ("def answer(x):\n    x = 'x'\n    while True: x += x", {"memory"}),
-    "shared-memory-filler": (
-        "import mmap\nx = mmap.mmap(-1, 900 << 20)\nfor i in range(0, 900 << 20, 4096): x[i] = 1",
-        {"memory"},
-    ),
-    "memory-file-filler": (
-        "import os\nfiles = []\nwhile True:\n    files.append(os.memfd_create('x'))\n"
-        "    try:\n        while True: os.write(files[-1], bytes(1 << 20))\n    except OSError: pass",
-        {"fail"},
-    ),
-    "disk-filler": (
-        "import itertools\nfor i in itertools.count(): open(str(i), 'wb').write(bytes(1 << 20))",
-        {"fail"},
-    ),
-    "disk-filler-elsewhere": (
-        "import os\nfor folder in ('/', '/dev/shm', '/var/tmp', '/usr', 'HOME', 'REPOSITORY'):\n"
-        "    try: open(folder + '/fill', 'wb').write(bytes(1 << 20))\n    except OSError: pass\n"
-        "    else: raise SystemError('wrote to ' + folder)\n"
-        "def answer(x): return 'nowhere'",
-        {"fail"},
-    ),
-    "endless-output": ("while True: print('x' * 10000)", {"output"}),
-    "endless-errors": ("import sys\ndef answer(x):\n    while True: sys.stderr.write('x' * 10000)", {"output"}),
-    "endless-result": (
-        "import itertools\ndef answer(x): return list(range(5_000_000))",
-        {"output", "memory", "timeout"},
-    ),
-    "huge-integer": ("def answer(x): return 1 << (1 << 28)", {"output", "memory"}),
-    "endless-iterator": ("import itertools\ndef answer(x): return itertools.count()", {"fail"}),
+    "infinite-loop": "while True: pass",
+    "infinite-loop-in-call": "def answer(x):\n    while True: pass",
+    "infinite-loop-that-catches": "def answer(x):\n    while True:\n        try: 1 / 0\n        except: pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "stop-itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "ignore-cpu-limit": "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+    "infinite-recursion": "def answer(x): return answer(x)",
+    "recursion-without-limit": "import sys\nsys.setrecursionlimit(2**31 - 1)\ndef answer(x): return [answer(x)]",
+    "fork-bomb": "import os\nwhile True: os.fork()",
+    "fork-bomb-that-catches": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "thread-bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+    "memory-filler": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "memory-filler-in-call": "def answer(x):\n    x = 'x'\n    while True: x += x",
+    "shared-memory-filler": "import mmap\nx = mmap.mmap(-1, 900 << 20)\nfor i in range(0, 900 << 20, 4096): x[i] = 1",
+    "memory-file-filler": "import os\nfiles = []\nwhile True:\n    files.append(os.memfd_create('x'))\n"
+    "    try:\n        while True: os.write(files[-1], bytes(1 << 20))\n    except OSError: pass",
+    "disk-filler": "import itertools\nfor i in itertools.count(): open(str(i), 'wb').write(bytes(1 << 20))",
+    "disk-filler-elsewhere": "import os\nfor folder in ('/', '/dev/shm', '/var/tmp', '/usr', 'HOME', 'REPOSITORY'):\n"
+    "    try: open(folder + '/fill', 'wb').write(bytes(1 << 20))\n    except OSError: pass\n"
+    "    else: raise SystemError('wrote to ' + folder)\n"
+    "def answer(x): return 'nowhere'",
+    "endless-output": "while True: print('x' * 10000)",
+    "endless-errors": "import sys\ndef answer(x):\n    while True: sys.stderr.write('x' * 10000)",
+    "endless-result": "import itertools\ndef answer(x): return list(range(5_000_000))",
+    "huge-integer": "def answer(x): return 1 << (1 << 28)",
+    "endless-iterator": "import itertools\ndef answer(x): return itertools.count()",
     # Leaving early
-    "exit-0": ("import sys\nsys.exit(0)", {"fail"}),
-    "exit-0-in-call": ("import sys\ndef answer(x): sys.exit(0)", {"fail"}),
-    "os-exit-0": ("import os\nos._exit(0)", {"fail"}),
-    "os-exit-0-in-call": ("import os\ndef answer(x): os._exit(0)", {"fail"}),
-    "kill-itself": ("import os, signal\ndef answer(x): os.kill(os.getpid(), signal.SIGKILL)", {"fail", "memory"}),
-    "crash": ("import ctypes\ndef answer(x): ctypes.string_at(0)", {"fail"}),
-    "raise-base-exception": ("def answer(x): raise KeyboardInterrupt", {"fail"}),
-    "exec-another-program": ("import os\ndef answer(x): os.execv('/bin/true', ['true'])", {"fail"}),
+    "exit-0": "import sys\nsys.exit(0)",
+    "exit-0-in-call": "import sys\ndef answer(x): sys.exit(0)",
+    "os-exit-0": "import os\nos._exit(0)",
+    "os-exit-0-in-call": "import os\ndef answer(x): os._exit(0)",
+    "kill-itself": "import os, signal\ndef answer(x): os.kill(os.getpid(), signal.SIGKILL)",
+    "crash": "import ctypes\ndef answer(x): ctypes.string_at(0)",
+    "raise-base-exception": "def answer(x): raise KeyboardInterrupt",
+    "exec-another-program": "import os\ndef answer(x): os.execv('/bin/true', ['true'])",
     # Cheating the comparison
-    "always-equal-object": (_EQUAL.format(base="", value="Equal()"), {"unjudged"}),
-    "always-equal-class": (_EQUAL.format(base="(type)", value="Equal('X', (), {})"), {"fail", "unjudged"}),
+    "always-equal-object": _EQUAL.format(base="", value="Equal()"),
+    "always-equal-class": _EQUAL.format(base="(type)", value="Equal('X', (), {})"),
     **{
-        f"always-equal-{base}": (_EQUAL.format(base=f"({base})", value=f"Equal({base}())"), {"unjudged"})
+        f"always-equal-{base}": _EQUAL.format(base=f"({base})", value=f"Equal({base}())")
         for base in ("int", "str", "float", "list", "tuple", "dict", "set", "bytes")
     },
-    "always-equal-exception": (_EQUAL.format(base="(Exception)", value="Equal()"), {"fail"}),
-    "always-equal-inside": (_EQUAL.format(base="", value="[Equal(), {Equal(): Equal()}]"), {"fail"}),
-    "always-equal-iterated": (_EQUAL.format(base="", value="iter([Equal()])"), {"fail"}),
-    "patched-builtins": (_PATCHED_FOR_TESTS, {"fail"}),
-    "patched-harness": (_PATCHES, {"fail"}),
-    "frame-walking": (_FRAMES, {"fail"}),
-    "own-exception": ("class AssertionError(Exception): pass\ndef answer(x): raise AssertionError", {"fail"}),
+    "always-equal-exception": _EQUAL.format(base="(Exception)", value="Equal()"),
+    "always-equal-inside": _EQUAL.format(base="", value="[Equal(), {Equal(): Equal()}]"),
+    "always-equal-iterated": _EQUAL.format(base="", value="iter([Equal()])"),
+    "patched-builtins": _PATCHED_FOR_TESTS,
+    "patched-harness": _PATCHES,
+    "frame-walking": _FRAMES,
+    "own-exception": "class AssertionError(Exception): pass\ndef answer(x): raise AssertionError",
     # Getting at the tests and at the verdict
-    "search-for-tests": (SEARCH_FOR_TESTS, {"fail"}),
-    "search-for-tests-at-start": (
-        _SEARCH + "text = next(found(), b'nothing')\ndef answer(x): return text.decode()",
-        {"fail"},
+    "search-for-tests": SEARCH_FOR_TESTS,
+    "search-for-tests-at-start": _SEARCH + "text = next(found(), b'nothing')\ndef answer(x): return text.decode()",
+    "guess-the-nonce": _ON_ALL_DESCRIPTORS.replace("MESSAGES", "[[b'ready'], [b'pass', b'', b'0' * 32], [b'pass']]"),
+    "forge-a-verdict": _ON_ALL_DESCRIPTORS.replace(
+        "MESSAGES", "[[b'pass', b'', b''], [b'value', b'pass'], [b'call', b'l\\1\\0\\0\\0s\\4\\0\\0\\0exit']]"
     ),
-    "guess-the-nonce": (
-        _ON_ALL_DESCRIPTORS.replace("MESSAGES", "[[b'ready'], [b'pass', b'', b'0' * 32], [b'pass']]"),
-        {"fail"},
-    ),
-    "forge-a-verdict": (
-        _ON_ALL_DESCRIPTORS.replace(
-            "MESSAGES", "[[b'pass', b'', b''], [b'value', b'pass'], [b'call', b'l\\1\\0\\0\\0s\\4\\0\\0\\0exit']]"
-        ),
-        {"fail"},
-    ),
-    "garbage-for-the-tests": (
-        _ON_ALL_DESCRIPTORS.replace("MESSAGES", "[[bytes(range(256))], [], [b''], [b'value', b'l' * 1000]]"),
-        {"fail"},
+    "garbage-for-the-tests": _ON_ALL_DESCRIPTORS.replace(
+        "MESSAGES", "[[bytes(range(256))], [], [b''], [b'value', b'l' * 1000]]"
     ),
     "garbage-without-messages": (
-        "import os\nfor one in range(64):\n    try: os.write(one, b'\\xff' * 99)\n    except OSError: pass",
-        {"output"},
+        "import os\nfor one in range(64):\n    try: os.write(one, b'\\xff' * 99)\n    except OSError: pass"
     ),
-    "answers-that-nest": (_RAW.replace("RAW", "b'l\\1\\0\\0\\0' * 100_000 + b'N'"), {"fail"}),
-    "answers-with-evil-names": (_RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valuen\\4\\0\\0\\0eval'"), {"fail"}),
-    "answers-that-collide": (
-        _RAW.replace(
-            "RAW",
-            "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueS' + (1 << 15).to_bytes(4, 'little') + b''.join("
-            "b'i\\14\\0\\0\\0' + ((2**61 - 1) * i).to_bytes(12, 'little') for i in range(1 << 15))",
-        ),
-        {"timeout"},
+    "answers-that-nest": _RAW.replace("RAW", "b'l\\1\\0\\0\\0' * 100_000 + b'N'"),
+    "answers-with-evil-names": _RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valuen\\4\\0\\0\\0eval'"),
+    "answers-that-collide": _RAW.replace(
+        "RAW",
+        "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueS' + (1 << 15).to_bytes(4, 'little') + b''.join("
+        "b'i\\14\\0\\0\\0' + ((2**61 - 1) * i).to_bytes(12, 'little') for i in range(1 << 15))",
     ),
-    "unknown-handles": (
-        _RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueH\\xff\\xff\\0\\0'"),
-        {"fail"},
-    ),
-    "close-descriptors": ("import os\ndef answer(x): os.closerange(0, 64); return x", {"fail"}),
+    "unknown-handles": _RAW.replace("RAW", "b'l\\2\\0\\0\\0s\\5\\0\\0\\0valueH\\xff\\xff\\0\\0'"),
+    "close-descriptors": "import os\ndef answer(x): os.closerange(0, 64); return x",
     # Getting out
-    "network": (
-        "import socket\ndef answer(x):\n"
-        "    for address in (('127.0.0.1', PORT), ('1.1.1.1', 53)):\n"
-        "        try: socket.create_connection(address, timeout=1); return 'connected'\n"
-        "        except OSError: pass",
-        {"fail"},
-    ),
-    "write-to-home": (
-        "import os\ndef answer(x):\n    for folder in ('HOME', 'HOST', os.path.expanduser('~root')):\n"
-        "        try: os.makedirs(folder, exist_ok=True); open(folder + '/MARK', 'w').write('x')\n"
-        "        except OSError: pass",
-        {"fail"},
-    ),
-    "kill-the-parent": (
-        "import os, signal\ndef answer(x):\n    for pid in (os.getppid(), 1, PARENT, CANARY, -1):\n"
-        "        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n"
-        "            try: os.kill(pid, number)\n            except OSError: pass",
-        {"fail", "timeout"},
-    ),
-    "survive": (
-        "import os, signal, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
-        "        for number in {*range(1, 32)} - {9, 19}: signal.signal(number, signal.SIG_IGN)\n"
-        "        if os.fork() == 0: os.execv('/bin/sleep', ['MARK', '99'])\n        os._exit(0)\n"
-        "def answer(x): time.sleep(0.2); return 'started'",
-        {"fail"},
-    ),
-    "become-root": (
-        "import os\ndef answer(x):\n    for become in (os.setuid, os.seteuid, os.setgid):\n"
-        "        try: become(0); return 'root'\n        except OSError: pass",
-        {"fail"},
-    ),
-    "mount": (
-        "import ctypes\ndef answer(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n"
-        "    return libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, b'') == 0",
-        {"fail"},
-    ),
+    "network": "import socket\ndef answer(x):\n"
+    "    for address in (('127.0.0.1', PORT), ('1.1.1.1', 53)):\n"
+    "        try: socket.create_connection(address, timeout=1); return 'connected'\n"
+    "        except OSError: pass",
+    "write-to-home": "import os\ndef answer(x):\n    for folder in ('HOME', 'HOST', os.path.expanduser('~root')):\n"
+    "        try: os.makedirs(folder, exist_ok=True); open(folder + '/MARK', 'w').write('x')\n"
+    "        except OSError: pass",
+    "kill-the-parent": "import os, signal\ndef answer(x):\n    for pid in (os.getppid(), 1, PARENT, CANARY, -1):\n"
+    "        for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):\n"
+    "            try: os.kill(pid, number)\n            except OSError: pass",
+    "survive": "import os, signal, time\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n"
+    "        for number in {*range(1, 32)} - {9, 19}: signal.signal(number, signal.SIG_IGN)\n"
+    "        if os.fork() == 0: os.execv('/bin/sleep', ['MARK', '99'])\n        os._exit(0)\n"
+    "def answer(x): time.sleep(0.2); return 'started'",
+    "become-root": "import os\ndef answer(x):\n    for become in (os.setuid, os.seteuid, os.setgid):\n"
+    "        try: become(0); return 'root'\n        except OSError: pass",
+    "mount": "import ctypes\ndef answer(x):\n    libc = ctypes.CDLL(None)\n    libc.unshare(0x10020000)\n"
+    "    return libc.mount(b'tmpfs', b'/usr', b'tmpfs', 0, b'') == 0",
     # Harming the next program
-    **leaving.PROGRAMS,
 }
 
+_TIMEOUTS: Final = (
+    "infinite-loop infinite-loop-in-call infinite-loop-that-catches sleep stop-itself ignore-cpu-limit "
+    "fork-bomb-that-catches answers-that-collide"
+)
+_EQUAL_INSIDE: Final = "always-equal-exception always-equal-inside always-equal-iterated"
+_STATUSES: Final[dict[str, str]] = {
+    **dict.fromkeys(_TIMEOUTS.split(), "timeout"),
+    "recursion-without-limit": "fail memory timeout",
+    **dict.fromkeys(("fork-bomb", "kill-the-parent"), "fail timeout"),
+    **dict.fromkeys(("thread-bomb", "kill-itself"), "fail memory"),
+    **dict.fromkeys(("memory-filler", "memory-filler-in-call", "shared-memory-filler"), "memory"),
+    **dict.fromkeys(("endless-output", "endless-errors", "garbage-without-messages"), "output"),
+    "endless-result": "output memory timeout",
+    "huge-integer": "output memory",
+    **dict.fromkeys([name for name in _TEXTS if name.startswith("always-equal-")], "unjudged"),
+    **dict.fromkeys(_EQUAL_INSIDE.split(), "fail"),
+    "always-equal-class": "fail unjudged",
+}
+"""Statuses of those that do not just fail."""
+
+PROGRAMS: Final[dict[str, tuple[str, set[str]]]] = {
+    **{name: (text, {*_STATUSES.get(name, "fail").split()}) for name, text in _TEXTS.items()},
+    **leaving.PROGRAMS,  # harming the next program
+}
+"""By name, programs and the statuses that they may get."""
+
 DEPEND_ON_THE_SANDBOX: Final = (
-    "infinite-loop-that-catches",
-    "stop-itself",
-    "fork-bomb-that-catches",
-    "memory-filler",
-    "shared-memory-filler",
-    "disk-filler",
-    "disk-filler-elsewhere",
-    "endless-output",
-    "os-exit-0",
-    "kill-itself",
-    "search-for-tests",
-    "network",
-    "write-to-home",
-    "kill-the-parent",
-    "survive",
-    "become-root",
-    "mount",
+    *"""
+    infinite-loop-that-catches stop-itself fork-bomb-that-catches memory-filler shared-memory-filler
+    disk-filler disk-filler-elsewhere endless-output os-exit-0 kill-itself search-for-tests network
+    write-to-home kill-the-parent survive become-root mount
+    """.split(),
     *leaving.PROGRAMS,
 )
 """Programs that every back end has to withstand; the others meet the same code under all."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,60 +16,36 @@ from hf_fastdecode.evals.sandbox import (
     ForkServer,
     LimitExceeded,
     Limits,
-    Sandbox,
     SandboxedProcess,
     SandboxError,
 )
-from hf_fastdecode.evals.sandbox.launch import children_of
+from hf_fastdecode.evals.sandbox.backends import Unshare
+from hf_fastdecode.evals.sandbox.launch import Launch, View, children_of, processes_with
 from hf_fastdecode.evals.scoring.python import _IMPORTS
 
 
 def running(token: str) -> bool:
     """Whether a process has this argument."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if token.encode() in (folder / "cmdline").read_bytes().split(b"\0"):
-                return True
-        except OSError:
-            continue
-    return False
+    return bool(processes_with(token))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a sandboxed program.
+    """The outcome of a sandboxed program."""
 
-    Attributes:
-        status: ``ok`` for exit code 0, ``failed`` for any other end of its own, the limit that it exceeded, or
-            ``sandbox_error`` where no sandbox could be made.
-        exit_code: 128 + the number of a signal; None where it was killed for a limit or never ran.
-        stdout: What it wrote there.
-        stderr: What it wrote there.
-        detail: One line about the end; empty for ``ok``.
-        cpu_seconds: User and system time of all its processes, with that of the setup.
-        wall_seconds: From its start to its end.
-    """
-
+    # ``ok`` for exit code 0, ``failed`` for any other end of its own, or the limit that it exceeded
     status: Literal["ok", "failed", "timeout", "memory", "output", "sandbox_error"]
-    exit_code: int | None = None
+    exit_code: int | None = None  # 128 + the number of a signal; None where it was killed for a limit or never ran
     stdout: bytes = b""
     stderr: bytes = b""
-    detail: str = ""
+    detail: str = ""  # one line about the end; empty for ``ok``
     cpu_seconds: float = 0.0
-    wall_seconds: float = 0.0
 
 
-def run_to_end(
-    sandbox: Sandbox,
-    argv: Sequence[str],
-    *,
-    stdin: bytes = b"",
-    readable: Sequence[Path] = (),
-    limits: Limits | None = None,
-) -> Outcome:
-    """Run a program to its end; arguments as for `Sandbox.popen`."""
+def outcome(start: Callable[[], SandboxedProcess], stdin: bytes = b"") -> Outcome:
+    """Run a program to its end."""
     try:
-        process = sandbox.popen(argv, readable=readable, limits=limits)
+        process = start()
     except SandboxError as error:
         return Outcome("sandbox_error", detail=str(error))
     output = b""
@@ -82,11 +58,30 @@ def run_to_end(
                 output += data
             code = process.wait()
         except LimitExceeded as error:
-            outcome = Outcome(error.status, None, output, detail=error.detail)
+            found = Outcome(error.status, None, output, detail=error.detail)
         else:
-            outcome = Outcome("failed" if code else "ok", code, output, detail=_detail(code))
-        seconds = process.wall_seconds
-    return replace(outcome, stderr=bytes(process.stderr), cpu_seconds=process.cpu_seconds, wall_seconds=seconds)
+            found = Outcome("failed" if code else "ok", code, output, detail=_detail(code))
+    return replace(found, stderr=bytes(process.stderr), cpu_seconds=process.cpu_seconds)
+
+
+@dataclass(frozen=True)
+class Edited(Unshare):
+    """The back end `unshare`, whose command lines were changed."""
+
+    edits: tuple[tuple[str, str], ...] = ()  # old and new texts within arguments
+    name: str = "edited"
+
+    def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
+        return self._edited(super().launch(argv, view, limits))
+
+    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
+        return self._edited(super().launch_fork_server(argv, view))
+
+    def _edited(self, launch: Launch) -> Launch:
+        command = launch.command
+        for old, new in self.edits:
+            command = [word.replace(old, new) for word in command]
+        return replace(launch, command=[word for word in command if word])
 
 
 def _detail(code: int) -> str:

@@ -10,9 +10,16 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_fastdecode as fd
 from hf_fastdecode.assets import load_embedded
-from hf_fastdecode.evals import generation, rescore
-from hf_fastdecode.evals.generation import RowStopping, draw_rows, measure_latency, samples_of, sharing
-from hf_fastdecode.evals.rescore import model_digest, rescored
+from hf_fastdecode.evals import generation
+from hf_fastdecode.evals.generation import (
+    RowStopping,
+    draw_rows,
+    measure_latency,
+    model_digest,
+    rescored,
+    samples_of,
+    sharing,
+)
 from hf_fastdecode.evals.run_folder import Drawing
 from hf_fastdecode.evals.stop_rules import StopWords
 
@@ -70,8 +77,8 @@ def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, mo
     _, samples = drawn_once
     whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
     arguments = (small.model, small.tokenizer, small.form, small.tasks, samples)
-    rescore.rescore_samples(*arguments, whole)
-    calls, once = [], rescore.rescored
+    generation.rescore_samples(*arguments, whole)
+    calls, once = [], generation.rescored
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -79,11 +86,11 @@ def test_rescoring_goes_on_after_an_interruption(small, drawn_once, tmp_path, mo
             raise KeyboardInterrupt
         return once(*args, **kwargs)
 
-    monkeypatch.setattr(rescore, "rescored", interrupted)
+    monkeypatch.setattr(generation, "rescored", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        rescore.rescore_samples(*arguments, broken)
+        generation.rescore_samples(*arguments, broken)
     assert not broken.exists()
-    rescore.rescore_samples(*arguments, broken)
+    generation.rescore_samples(*arguments, broken)
     assert len(calls) == 1 + len(small.tasks)  # the first task is not computed again
     assert broken.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "whole.jsonl"]
@@ -176,7 +183,7 @@ def test_samples_are_drawn_both_ways(small) -> None:
 
 
 def stopped_after(texts, words, end_tokens=()):
-    """How many tokens each text has when its row is stopped; None for rows that are not."""
+    """Count the tokens of each text when its row is stopped; None for rows that are not."""
     _, tokenizer = load_embedded()
     prompt = torch.tensor([tokenizer("say:").input_ids] * len(texts))
     rows = [tokenizer(text).input_ids for text in texts]

@@ -69,7 +69,6 @@ class Host:
         return text
 
     def harm(self) -> list[str]:
-        """What was done to it."""
         done = []
         if self.canary.poll() is not None:
             done.append("the canary was killed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,51 +14,25 @@ import pytest
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals import scoring
 from hf_fastdecode.evals.records import Sample, Task, read_verdicts
-from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose
+from hf_fastdecode.evals.sandbox import Limits, SandboxError, choose
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, judge
 from hf_fastdecode.files import read_jsonl
+
+from .example_tasks import Scripted
 
 NONE = choose("none", allow_unsafe=True)
 TASKS = [Task(name, "python", "", "", ("assert f()",), "f") for name in "ba"]
 SAMPLES = [Sample(task.task_id, index, text) for task in TASKS for index, text in enumerate(("x", "y", "x"))]
 
 
-class Recorder(AbstractContextManager):
-    """A runner that passes all, but for what `broken` and `ending` say.
-
-    Attributes:
-        seen: The programs in the order they were checked.
-        broken: Programs whose sandbox breaks.
-        ending: Raised for a program.
-    """
-
-    seen: list[tuple[str, str]]
-    broken: set[str]
-    ending: dict[str, BaseException]
-
-    def __init__(self, sandbox: Sandbox, limits: Limits):
-        pass
-
-    def check(self, task: Task, completion: str) -> Result:
-        self.seen.append((task.task_id, completion))
-        if completion in self.ending:
-            raise self.ending[completion]
-        if completion in self.broken:
-            raise SandboxError("no sandbox")
-        return Result("pass")
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Scripted]:
     """The runner of Python and JavaScript, two programs between two writes."""
-    Recorder.seen, Recorder.broken, Recorder.ending = [], set(), {}
+    Scripted.scripts, Scripted.seen, Scripted.walls = {}, [], []
     for language in ("python", "javascript"):
-        monkeypatch.setitem(LANGUAGES, language, LanguageSupport(Recorder, Limits()))
+        monkeypatch.setitem(LANGUAGES, language, LanguageSupport(Scripted, Limits()))
     monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
-    return Recorder
+    return Scripted
 
 
 def run(path: Path, tasks: list[Task] = TASKS, samples: list[Sample] = SAMPLES, **options: Any) -> list[str]:
@@ -72,7 +45,7 @@ def lines(path: Path) -> list[tuple[str, int, str]]:
     return [(line["task_id"], line["index"], line["status"]) for line in map(json.loads, path.open())]
 
 
-def test_a_line_for_each_sample_in_their_order(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_a_line_for_each_sample_in_their_order(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
     assert run(path) == ["pass"] * 6
     assert recorder.seen == [("b", "x"), ("b", "y"), ("a", "x"), ("a", "y")]
@@ -83,25 +56,25 @@ def test_a_line_for_each_sample_in_their_order(tmp_path: Path, recorder: type[Re
     assert path.stat() == before, "nothing was to be written"
 
 
-def test_a_broken_sandbox_leaves_one_line(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_a_broken_sandbox_leaves_one_line(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
-    recorder.broken = {"y"}
+    recorder.scripts = {"y": [SandboxError("no sandbox")]}
     assert run(path) == ["pass", "sandbox_error", "pass"] * 2
     assert [status for _, _, status in lines(path)] == ["pass", "sandbox_error", "pass"] * 2
-    recorder.broken, recorder.seen[:] = set(), []
+    recorder.scripts, recorder.seen[:] = {}, []
     assert run(path) == ["pass"] * 6
     assert recorder.seen == [("b", "y"), ("a", "y")]
     assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
 
 
-def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
     samples = [*SAMPLES, Sample("a", 3, "z")]
-    recorder.ending = {"z": KeyboardInterrupt()}
+    recorder.scripts = {"z": [KeyboardInterrupt()]}
     with pytest.raises(KeyboardInterrupt):
         run(path, samples=samples)
     assert sorted(lines(path)) == sorted((one.task_id, one.index, "pass") for one in SAMPLES)
-    recorder.ending, recorder.seen[:] = {}, []
+    recorder.scripts, recorder.seen[:] = {}, []
     path.write_bytes(path.read_bytes()[:-20])  # within a line
     (tmp_path / "verdicts.jsonl.partial").write_text('{"task_id": "left by a process that was killed"}\n')
     assert run(path, samples=samples) == ["pass"] * 7
@@ -110,12 +83,12 @@ def test_an_interrupted_scoring_goes_on(tmp_path: Path, recorder: type[Recorder]
     assert sorted(one.name for one in tmp_path.iterdir()) == [".verdicts.jsonl.lock", "verdicts.jsonl"]
 
 
-def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_at_a_time(tmp_path: Path, recorder: type[Scripted], monkeypatch: pytest.MonkeyPatch) -> None:
     """A second scoring into the file is refused while the first one checks a program, and harms nothing."""
     path = tmp_path / "verdicts.jsonl"
     found: list[object] = []
 
-    def check(self: Recorder, task: Task, completion: str) -> Result:
+    def check(self: Scripted, task: Task, completion: str) -> Result:
         if not found:
             found.append("asked")
             try:
@@ -124,13 +97,13 @@ def test_one_process_at_a_time(tmp_path: Path, recorder: type[Recorder], monkeyp
                 found.append(str(error))
         return Result("pass")
 
-    monkeypatch.setattr(Recorder, "check", check)
+    monkeypatch.setattr(Scripted, "check", check)
     assert run(path) == ["pass"] * 6
     assert found[1:] == [f"another process scores into {path}; wait for it, or name another `out`"]
     assert lines(path) == [(one.task_id, one.index, "pass") for one in SAMPLES]
 
 
-def test_a_part_of_the_samples_leaves_the_other_lines(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_a_part_of_the_samples_leaves_the_other_lines(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
     content = path.read_bytes()
@@ -143,7 +116,7 @@ def test_a_part_of_the_samples_leaves_the_other_lines(tmp_path: Path, recorder: 
     assert len(recorder.seen) == 4
 
 
-def test_the_stale_line_of_a_changed_sample_goes(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_the_stale_line_of_a_changed_sample_goes(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
     stale = next(read_jsonl(path))["program"]
@@ -170,7 +143,7 @@ DECIDE: dict[str, Callable[[Task], Task]] = {
 
 
 @pytest.mark.parametrize("name", DECIDE)
-def test_what_decides_a_verdict_makes_it_obsolete(tmp_path: Path, recorder: type[Recorder], name: str) -> None:
+def test_what_decides_a_verdict_makes_it_obsolete(tmp_path: Path, recorder: type[Scripted], name: str) -> None:
     """Also where a data file has changed since the samples were drawn: prompts alone are compared then."""
     path = tmp_path / "verdicts.jsonl"
     run(path)
@@ -179,7 +152,7 @@ def test_what_decides_a_verdict_makes_it_obsolete(tmp_path: Path, recorder: type
     assert len(lines(path)) == len(SAMPLES)
 
 
-def test_limits_decide_verdicts_and_descriptions_do_not(tmp_path: Path, recorder: type[Recorder]) -> None:
+def test_limits_decide_verdicts_and_descriptions_do_not(tmp_path: Path, recorder: type[Scripted]) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
     run(path, [replace(task, description="other", reference="other") for task in TASKS])
@@ -190,14 +163,14 @@ def test_limits_decide_verdicts_and_descriptions_do_not(tmp_path: Path, recorder
 
 
 def test_verdicts_of_another_version_are_formed_again(
-    tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: type[Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "verdicts.jsonl"
     run(path)
     monkeypatch.setattr(scoring, "_PROTOCOL", scoring._PROTOCOL + 1)
     run(path)
     assert len(recorder.seen) == 8
-    newer = LanguageSupport(Recorder, Limits(), version=lambda: "3.99")
+    newer = LanguageSupport(Scripted, Limits(), version=lambda: "3.99")
     monkeypatch.setitem(LANGUAGES, "python", newer)
     run(path)
     assert len(recorder.seen) == 12
@@ -206,13 +179,13 @@ def test_verdicts_of_another_version_are_formed_again(
 
 
 def test_batches_follow_the_cpus_that_may_be_used(
-    tmp_path: Path, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recorder: type[Scripted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two programs for each worker, as many workers as `score` has: an interruption loses no more."""
     path = tmp_path / "verdicts.jsonl"
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3}, raising=False)
-    recorder.ending = {"z": KeyboardInterrupt()}
+    recorder.scripts = {"z": [KeyboardInterrupt()]}
     samples = [Sample("a", 0, "x"), Sample("a", 1, "y"), Sample("a", 2, "z")]
     with pytest.raises(KeyboardInterrupt):
         judge(TASKS, samples, path, sandbox=NONE)

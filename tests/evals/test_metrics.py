@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 
 from hf_fastdecode.evals import metrics
-from hf_fastdecode.evals.metrics import RANKERS, Pool, ast_key, build_pools, pass_at_ranker, pass_at_votes
-from hf_fastdecode.evals.metrics.estimates import pass_at_first_m, pass_at_n, pass_at_top_m
+from hf_fastdecode.evals.metrics import (
+    RANKERS,
+    Pool,
+    ast_key,
+    build_pools,
+    pass_at_first_m,
+    pass_at_n,
+    pass_at_ranker,
+    pass_at_top_m,
+    pass_at_votes,
+)
 from hf_fastdecode.evals.records import Sample, Verdict
 
 from .run_folders import votes_by_hand
@@ -37,7 +46,6 @@ def test_columns_are_joined_by_task_and_index():
     (pool, other), left_out = build_pools(samples[::-1], [*verdicts, Verdict("2", 0, "fail")])
     pool, other = (other, pool) if pool.task_id == "2" else (pool, other)
     assert (pool.passed, pool.keys, pool.mean_logp) == ((True, False, True), ("x", "y", "x"), (-1.5, -1.0, -0.5))
-    assert (pool.correct, pool.distinct, other.correct, other.distinct) == (2, 2, 0, 1)
     assert left_out == 0
 
 
@@ -169,7 +177,7 @@ def test_outputs_of_verdicts_are_joined():
 
 
 def test_errors_name_the_task():
-    with pytest.raises(ValueError, match="between 1 and the 4 samples of task 't', got 5; draw more"):
+    with pytest.raises(ValueError, match="task 't': n must be between 1 and the pool's 4 samples, got 5; draw more"):
         pass_at_ranker(POOL, "oracle", [1, 5])
     with pytest.raises(ValueError, match=r"task 't': every sample needs a log-probability.*got none for 1 of 4"):
         pass_at_ranker(replace(POOL, mean_logp=(None, -1.0, -1.0, -1.0)), "mean_logp", [1])
@@ -191,28 +199,9 @@ def test_estimates_agree_with_enumeration(m, seed):
     assert errors.max() < 0.5 / 4000**0.5 + 1e-4
 
 
-def test_ties_share_the_chance():
-    found, errors = pass_at_votes([True, False, False], ["a", "b", "c"], [3], m=1)
-    assert found[0] == pytest.approx(1 / 3)
-    assert errors[0] == pytest.approx(0)
-    assert pass_at_votes([True, False, False], ["a", "b", "c"], [3], m=2)[0][0] == pytest.approx(2 / 3)
-
-
 def test_a_crash_has_no_vote():
     assert pass_at_votes([False] * 3 + [True], [None, None, None, "a"], [4], m=1)[0][0] == 1
     assert pass_at_votes([False] * 3, [None] * 3, [1, 3])[0].tolist() == [0, 0]
-
-
-def test_the_majority_wins_at_last():
-    passed, outputs = [True] * 5 + [False] * 7, ["a"] * 5 + ["b"] * 3 + ["c"] * 4
-    found, _ = pass_at_votes(passed, outputs, [1, 12], draws=20_000)
-    assert found[0] == pytest.approx(5 / 12, abs=0.02)
-    assert found[1] == 1
-
-
-def test_enough_candidates_are_the_oracle():
-    found, errors = pass_at_votes(VERDICTS, range(8), range(1, 9), m=8, draws=20_000)
-    assert (np.abs(found - pass_at_n(VERDICTS)) <= 4.5 * errors + 1e-12).all()
 
 
 def test_a_seed_fixes_the_draws():
@@ -284,7 +273,7 @@ def test_says_what_it_takes(metric):
 
 
 def test_errors(metric):
-    with pytest.raises(ValueError, match="smallest pool's 4 samples, got 5"):
+    with pytest.raises(ValueError, match="pool's 4 samples, got 5"):
         metric.compute(predictions=TEXTS, references=PASSED, scores=SCORES, ns=[5])
     with pytest.raises(ValueError, match="one of them empty"):
         metric.compute(predictions=[[]], references=[[]], scores=[[]])

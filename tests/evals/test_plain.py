@@ -210,7 +210,7 @@ def test_depth_is_bounded_on_both_sides() -> None:
         sent(nested(MAX_DEPTH + 1))
     one_list = b"l\1\0\0\0"
     with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} deep"):
-        loads(one_list * 100_000 + b"N", no_handle)
+        loads(one_list * 100_000, no_handle)
 
 
 @PROPERTY
@@ -233,25 +233,33 @@ def test_damaged_bytes_give_plain_data_or_an_error(value: Any, data: st.DataObje
         loads(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]), lambda number: None)
 
 
+ZERO = bytes(4)
+DEFAULTS = b"s\13\0\0\0defaultdict"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "not a value"),
-        (b"?", "not a value"),
-        (b"NN", "1 bytes after the value"),
+        (b"", "bytes are missing"),
+        (b"?\0\0\0\0", "not a value"),
+        (2 * (b"N" + ZERO), "5 bytes after the value"),
         (b"i\xff\xff\xff\xff", "bytes are missing"),
         (b"l\xff\xff\xff\xffN", "not a value|missing"),
-        (b"S\1\0\0\0l\0\0\0\0", "unhashable"),
-        (b"d\1\0\0\0N", "a key without a value"),
+        (b"S\1\0\0\0l" + ZERO, "unhashable"),
+        (b"d\1\0\0\0N" + ZERO, "a key without a value"),
         (b"r\3\0\0\0" + 2 * b"i\1\0\0\0\1" + b"i\1\0\0\0\0", "must not be zero"),
+        (b"f\1\0\0\0\0", "not a value"),
         (b"n\4\0\0\0eval", "'eval' may not occur"),
         (b"n\4\0\0\0type", "'type' may not occur"),
         (b"n\12\0\0\0__import__", "'__import__' may not occur"),
         (b"n\12\0\0\0SystemExit", "'SystemExit' may not occur"),
-        (b"D\1\0\0\0s\1\0\0\0x", "makes its values by a builtin class"),
-        (b"D\1\0\0\0H\0\0\0\0", "makes its values by a builtin class"),
-        (b"m\5\0\0\0xyzxy", "not a value"),
-        (b"Q\2\0\0\0" + b"i\1\0\0\0\1" + b"i\1\0\0\0\0", "not a value"),
+        (b"V" + ZERO, "not enough values"),
+        (b"V\2\0\0\0" + DEFAULTS + b"s\1\0\0\0x", "first argument must be callable or None"),
+        (b"V\2\0\0\0" + DEFAULTS + b"H" + ZERO, "a defaultdict is made from plain data"),
+        (b"V\2\0\0\0s\7\0\0\0CounterH" + ZERO, "a Counter is made from plain data"),
+        (b"V\2\0\0\0s\7\0\0\0Decimals\1\0\0\0x", "not a value"),
+        (b"V\3\0\0\0s\10\0\0\0Fraction" + b"i\1\0\0\0\1" + b"i\1\0\0\0\0", "not a value"),
+        (b"V\1\0\0\0s\5\0\0\0Popen", "not a value: 'Popen'"),
         (b"s\1\0\0\0\xff", "codec can't decode"),
     ],
 )

@@ -11,10 +11,9 @@ import torch
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.evals.generation import DrawnRows, RowStopping, samples_of
+from hf_fastdecode.evals.generation import DrawnRows, RowStopping, rescore_samples, samples_of
 from hf_fastdecode.evals.prompts import CHANNELS, ThoughtfulAnswer, Thoughts, prompt_format
 from hf_fastdecode.evals.records import Sample, Task, thoughts_line
-from hf_fastdecode.evals.rescore import rescore_samples
 from hf_fastdecode.evals.tasks import TaskSet, load_tasks
 from hf_fastdecode.measurement.calls import Drawn
 
@@ -96,6 +95,11 @@ def test_chat_asks_and_begins_the_block(task: Task) -> None:
             of(JAVA),
             {"name": "austin", "shots": 0},
             'task MBJP/3 begins with a signature; .* use `prompt_format="mbxp"`',
+        ),
+        (
+            of(replace(MBPP, stem="Once", tests=())),
+            {"name": "austin"},
+            "task 11 is a prompt without tests; .* leave out `prompt_format`",
         ),
         (of(JAVA), {"name": "bigcode"}, 'bigcode is for Python, got a task in java; use `prompt_format="mbxp"`'),
         (of(MBPP), {"name": "basic"}, "there is no prompt format 'basic'; choose one of mbxp, austin, bigcode"),

@@ -7,8 +7,7 @@ import pytest
 from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError
 from hf_fastdecode.evals.scoring import Result
-from hf_fastdecode.evals.scoring.python import PythonRunner
-from hf_fastdecode.evals.scoring.python.job import job_of
+from hf_fastdecode.evals.scoring.python import PythonRunner, job_of
 
 from .example_tasks import asserts, check
 

@@ -239,11 +239,11 @@ def test_numbers_out_of_bounds(run):
 
 
 def test_metrics_are_json_with_nulls(tmp_path):
-    from hf_fastdecode.evals.report_files import write_metrics
+    from hf_fastdecode.evals.report_files import write_report
 
     tasks = {"1": [("x", -1.0, True)]}
     found = report(write_run(tmp_path, samples=samples(tasks), verdicts=verdicts(tasks), latency=latency((1,))))
-    read = json.loads(write_metrics(found, tmp_path / "m.json").read_text())
+    read = json.loads(write_report(found, tmp_path)[0].read_text())
     assert read["accuracy"]["curves"]["oracle"] == {
         "label": "pass@n",
         "values": [1.0],

@@ -35,7 +35,7 @@ def drawn(monkeypatch):
         kept.append({axis.get_title(): axis for axis in figure.axes if axis.get_visible()})
         return path
 
-    monkeypatch.setattr(report_figures, "save", keep)
+    monkeypatch.setattr("hf_fastdecode.measurement.figures.save", keep)
     return kept
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,20 +21,19 @@ from torch import nn
 
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals import generation, scoring
-from hf_fastdecode.evals.generation import generate_samples
+from hf_fastdecode.evals.generation import generate_samples, model_digest, weights_digest
 from hf_fastdecode.evals.records import Sample, Task
-from hf_fastdecode.evals.rescore import model_digest, weights_digest
 from hf_fastdecode.evals.run_folder import (
     Drawing,
     Lines,
     Queue,
     merged_samples,
     open_samples,
-    own_part,
     part_files,
     prompts_digest,
     sample_files,
     units_of,
+    work,
 )
 from hf_fastdecode.evals.scoring import Result
 from hf_fastdecode.files import JsonlWriter, write_text
@@ -323,15 +323,16 @@ def done(folder: Path) -> list[int]:
     return [line["item"] for line in Lines(lambda: part_files(folder / "work.jsonl")).new()]
 
 
-def work(folder: Path, count: int, seconds: float) -> None:
-    with own_part(folder / "work.jsonl") as file, Queue(folder / "claims", count) as queue:
-        for item in queue.numbers(lambda item: item in done(folder)):
+def do_all(folder: Path, count: int, seconds: float) -> None:
+    whole, held = folder / "work.jsonl", InputError("held")
+    with work(whole, count, lambda item: item in done(folder), shared=True, held=held) as (file, items):
+        for item in items:
             time.sleep(seconds)
             file.write([{"item": item, "by": os.getpid()}])
 
 
 def test_processes_share_all_items(tmp_path: Path) -> None:
-    processes = [started(lambda: work(tmp_path, 12, 0.02)) for _ in range(3)]
+    processes = [started(lambda: do_all(tmp_path, 12, 0.02)) for _ in range(3)]
     for process in processes:
         os.waitpid(process, 0)
     assert sorted(done(tmp_path)) == list(range(12))
@@ -339,11 +340,11 @@ def test_processes_share_all_items(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) -> None:
-    stuck = started(lambda: work(tmp_path, 3, 60))
-    while not (tmp_path / "claims").exists() or not part_files(tmp_path / "work.jsonl"):
+    stuck = started(lambda: do_all(tmp_path, 3, 60))
+    while not (tmp_path / ".work.jsonl.claims").exists() or not part_files(tmp_path / "work.jsonl"):
         time.sleep(0.01)
     time.sleep(0.1)
-    other = started(lambda: work(tmp_path, 3, 0))
+    other = started(lambda: do_all(tmp_path, 3, 0))
     while len(done(tmp_path)) < 2:
         time.sleep(0.01)
     assert sorted(done(tmp_path)) == [1, 2], "the first item is claimed"
@@ -357,7 +358,7 @@ def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) ->
 def test_items_whose_results_do_not_count_for_others_end(tmp_path: Path) -> None:
     def try_all(name: str) -> None:
         tried: set[int] = set()
-        with Queue(tmp_path / "claims", 4) as queue:
+        with closing(Queue(tmp_path / "claims", 4)) as queue:
             for item in queue.numbers(tried.__contains__):  # nothing that another did counts
                 time.sleep(0.02)
                 tried.add(item)
@@ -385,7 +386,6 @@ def test_lines_are_those_that_were_added_or_replaced(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
-
     monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     tasks = [Task("a", "python", "", "", ("assert f() == 1",))]
     samples = [Sample("a", index, f"def f(): return {index % 5}") for index in range(20)]
@@ -394,7 +394,7 @@ def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
     def score_slowly(by_id, part, **options):
         from hf_fastdecode.evals.records import Verdict
 
-        time.sleep(0.05)
+        time.sleep(0.2)
         (tmp_path / f"by-{os.getpid()}-{part[0].index}").touch()
         return [Verdict(one.task_id, one.index, "pass" if one.index % 5 == 1 else "fail") for one in part]
 

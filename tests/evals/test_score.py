@@ -8,11 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,48 +19,21 @@ import pytest
 from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose, python_command
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
-from hf_fastdecode.evals.scoring.python import PythonRunner
-from hf_fastdecode.evals.scoring.python.job import job_of
+from hf_fastdecode.evals.scoring.python import PythonRunner, job_of
 from hf_fastdecode.evals.scoring.runner import BrokenServerError, PairRunner, Role, command_version
 
 from ..cases import exhaustive_but
+from .example_tasks import Scripted
 from .processes import running
 
 TASKS = {name: Task(name, "python", "", "", ("assert f() == 1",)) for name in ("a", "b")}
 NONE = choose("none", allow_unsafe=True)
 
 
-class Scripted(AbstractContextManager):
-    """A runner that gives results from a list per completion, one after another.
-
-    Attributes:
-        scripts: By completion; the last result stays.
-        seen: Completion, thread and limit on wall-clock time of each check.
-    """
-
-    scripts: dict[str, list[Result | Exception]]
-    seen: list[tuple[str, int, float]]
-
-    def __init__(self, sandbox: Sandbox, limits: Limits):
-        self.limits = limits
-
-    def check(self, task: Task, completion: str) -> Result:
-        done = sum(text == completion for text, _, _ in self.seen)
-        self.seen.append((completion, threading.get_ident(), self.limits.wall_seconds))
-        script = self.scripts.get(completion, [Result("pass")])
-        result = script[min(done, len(script) - 1)]
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def __exit__(self, *raised: object) -> None:
-        pass
-
-
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Result | Exception]]:
     """The answers of the runner."""
-    Scripted.scripts, Scripted.seen = {}, []
+    Scripted.scripts, Scripted.seen, Scripted.walls = {}, [], []
     support = LanguageSupport(runner=Scripted, limits=Limits(wall_seconds=3), check_task=job_of)
     monkeypatch.setitem(LANGUAGES, "python", support)
     return Scripted.scripts
@@ -80,7 +51,7 @@ def test_verdicts_are_in_the_order_of_samples(any_sandbox: Sandbox) -> None:
 def test_equal_programs_of_a_task_run_once(scripts: dict[str, list[Result | Exception]]) -> None:
     samples = [Sample(task, index, text) for task in "ab" for index, text in enumerate("xyxx")]
     score(TASKS, samples, sandbox=NONE, progress=False)
-    assert Counter(text for text, _, _ in Scripted.seen) == {"x": 2, "y": 2}
+    assert Counter(text for _, text in Scripted.seen) == {"x": 2, "y": 2}
 
 
 def test_what_a_busy_machine_may_have_caused_runs_again_alone(scripts: dict[str, list[Result | Exception]]) -> None:
@@ -101,10 +72,9 @@ def test_what_a_busy_machine_may_have_caused_runs_again_alone(scripts: dict[str,
         ("sandbox_error", "no sandbox"),
         ("pass", ""),
     ]
-    first, again = Scripted.seen[: len(samples)], Scripted.seen[len(samples) :]
-    assert {wall for _, _, wall in first} == {3}
-    assert {wall for _, _, wall in again} == {12}
-    assert [text for text, _, _ in again] == ["slow", "slower", "broken once", "broken", "broken"]
+    first = len(samples)
+    assert ({*Scripted.walls[:first]}, {*Scripted.walls[first:]}) == ({3}, {12})
+    assert [text for _, text in Scripted.seen[first:]] == ["slow", "slower", "broken once", "broken", "broken"]
 
 
 def test_what_breaks_the_tests_counts_where_they_are_known_to_work(
@@ -133,7 +103,7 @@ def test_what_breaks_the_tests_counts_where_they_are_known_to_work(
 
 def test_given_limits_replace_those_of_the_language(scripts: dict[str, list[Result | Exception]]) -> None:
     score(TASKS, [Sample("a", 0, "x")], sandbox=NONE, limits=Limits(wall_seconds=7), progress=False)
-    assert [wall for _, _, wall in Scripted.seen] == [7]
+    assert Scripted.walls == [7]
 
 
 def test_an_error_ends_the_run(scripts: dict[str, list[Result | Exception]]) -> None:

@@ -1,4 +1,4 @@
-"""Where completions end, in whole texts and in growing ones."""
+"""Ends of completions, in whole texts and in growing ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_fastdecode.evals.prompts import BlockEnd, docstring_format, function_end
+from hf_fastdecode.evals.prompts import BlockEnd, function_end, prompt_format
 from hf_fastdecode.evals.records import Language, Task
 from hf_fastdecode.evals.stop_rules import BraceEnd, Lexer, StopRule, StopWords, tokens
+from hf_fastdecode.evals.tasks import TaskSet
 
 from .example_tasks import CODE, JAVA, JAVASCRIPT, MBPP, PYTHON, pieces
 
@@ -73,8 +74,10 @@ RULES: dict[str, tuple[Task, Rule]] = {
     "mbxp-java": (JAVA, lambda: function_end(JAVA)),
     "mbxp-javascript": (JAVASCRIPT, lambda: function_end(JAVASCRIPT)),
     "austin": (MBPP, lambda: StopWords(["[DONE]"], repaired=True)),
-    "bigcode": (MBPP, lambda: docstring_format().stop_rule(MBPP)),
-    "bigcode-stem": (PYTHON, lambda: docstring_format().stop_rule(PYTHON)),
+    **{
+        name: (task, lambda task=task: prompt_format(TaskSet("own", "here", (task,)), "bigcode").stop_rule(task))
+        for name, task in (("bigcode", MBPP), ("bigcode-stem", PYTHON))
+    },
     "chat-java": (JAVA, lambda: BlockEnd(JAVA)),
     "chat-mbpp": (MBPP, lambda: BlockEnd(MBPP)),
 }

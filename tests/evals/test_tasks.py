@@ -228,11 +228,10 @@ def test_wrong_choices(options: dict[str, Any], message: str) -> None:
 def test_broken_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(lines(FULL).encode())[:-9])
-    with pytest.raises(InputError, match="is not a whole gzip file"):
-        load_tasks("mbpp", data=path)
-    path.write_bytes(b"no gzip")
-    with pytest.raises(InputError, match="is not a whole gzip file"):
-        load_tasks("mbpp", data=path)
+    for content in (path.read_bytes(), b"no gzip"):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match="is not a whole gzip file"):
+            load_tasks("mbpp", data=path)
     text = tmp_path / "a.jsonl"
     text.write_bytes('{"text": "é"}'.encode("latin-1"))
     with pytest.raises(InputError, match="is not UTF-8 text"):
@@ -264,9 +263,6 @@ def test_the_hub_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ids(found) == ["11"] and [task.task_id for task in found.examples] == ["2"]
     assert found.origin == "google-research-datasets/mbpp (full)"
     assert found.note == "google-research-datasets/mbpp (full) holds 3 problems, published were 974"
-
-
-def test_the_other_form_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = fake_hub(monkeypatch, {"test": [SANITIZED]})
     assert ids(load_tasks("mbpp-sanitized")) == ["11"]
     assert calls == [("google-research-datasets/mbpp", "sanitized", {})]
@@ -304,19 +300,8 @@ def test_ids_with_a_prefix() -> None:
     assert found.find("MBPP/3") is None
 
 
-OWN_MBPP = {
-    "task_id": "mine/1",
-    "text": "Double x.",
-    "code": "def d(x): return 2 * x",
-    "test_list": ["assert d(2) == 4"],
-}
-OWN_HUMANEVAL = {
-    "task_id": "mine/1",
-    "prompt": 'def d(x):\n    """Double x."""\n',
-    "entry_point": "d",
-    "test": "def check(candidate):\n    assert candidate(2) == 4\n",
-    "canonical_solution": "    return 2 * x\n",
-}
+OWN_MBPP = {**FULL, "task_id": "mine/1", "text": "Double x."}
+OWN_HUMANEVAL = {**HUMANEVAL, "task_id": "mine/1", "prompt": 'def f():\n    """Double x."""\n'}
 
 
 @pytest.mark.parametrize("record", [OWN_MBPP, OWN_HUMANEVAL], ids=["mbpp", "humaneval"])

@@ -122,8 +122,7 @@ def launched(device: str) -> tuple[int, int]:
 
 def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
     """Draw what the folder lacks, with a bar, and say what was done."""
-    from ...evals.generation import generate_samples
-    from ...evals.rescore import model_digest
+    from ...evals.generation import generate_samples, model_digest
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
     settings = RunSettings(

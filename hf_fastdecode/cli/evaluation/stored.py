@@ -191,7 +191,7 @@ def rescore(
 
         hf-fastdecode eval rescore runs/mbpp --model MODEL --out rescored.jsonl
     """
-    from ...evals.rescore import rescore_samples
+    from ...evals.generation import rescore_samples
     from ..models import load_model
 
     model.check()

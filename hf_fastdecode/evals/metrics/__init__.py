@@ -1,7 +1,6 @@
 """Metrics over pools of judged samples: pass@k, pass@top-m and other rankers, intervals over problems.
 
-Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, whose import takes seconds, so it is imported
-when it is first asked for.
+Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, which is imported on demand: it takes seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -19,38 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..records import Sample, Verdict
-from .estimates import (
-    bootstrap_interval,
-    check_m,
-    group_sizes,
-    pass_at_first_m,
-    pass_at_k,
-    pass_at_n,
-    pass_at_top_m,
-    powers_of_two,
-)
+from .estimates import check_m, check_ns, group_sizes, pass_at_first_m, pass_at_k, pass_at_n, pass_at_top_m
 
 if TYPE_CHECKING:
     from .evaluate_metric import PassAtTopK
 
-
-__all__ = [
-    "RANKERS",
-    "PassAtTopK",
-    "Pool",
-    "Ranker",
-    "ast_key",
-    "bootstrap_interval",
-    "build_pools",
-    "pass_at_first_m",
-    "pass_at_k",
-    "pass_at_n",
-    "pass_at_ranker",
-    "pass_at_top_m",
-    "pass_at_votes",
-    "powers_of_two",
-    "text_key",
-]
+__all__ = ["RANKERS", "Pool", "Ranker", "ast_key", "build_pools", "pass_at_ranker", "pass_at_votes"]
+__all__ += ["PassAtTopK", "pass_at_first_m", "pass_at_k", "pass_at_n", "pass_at_top_m"]
 
 
 def __getattr__(name: str) -> Any:
@@ -63,37 +37,17 @@ def __getattr__(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Pool:
-    """The judged samples of one task.
-
-    Attributes:
-        task_id: The task's id.
-        passed: Whether each sample passed.
-        keys: Equal for duplicates.
-        outputs: Equal for programs that answered their tests alike; None where unknown.
-        mean_logp: Mean log-probability of a token; None where unknown, -inf for a completion without tokens, which
-            therefore ranks last.
-        sum_logp: Sum of the log-probabilities, likewise.
-    """
+    """The judged samples of one task."""
 
     task_id: str
     passed: tuple[bool, ...]
-    keys: tuple[Hashable, ...]
-    outputs: tuple[str | None, ...]
-    mean_logp: tuple[float | None, ...]
-    sum_logp: tuple[float | None, ...]
-
-    @property
-    def correct(self) -> int:
-        return sum(self.passed)
-
-    @property
-    def distinct(self) -> int:
-        """Groups of duplicates."""
-        return len(set(self.keys))
+    keys: tuple[Hashable, ...]  # equal for duplicates
+    outputs: tuple[str | None, ...]  # equal for programs that answered their tests alike; None where unknown
+    mean_logp: tuple[float | None, ...]  # of a token; None where unknown, -inf without tokens, which ranks last
+    sum_logp: tuple[float | None, ...]  # likewise
 
     def settle(self) -> tuple[Pool, int]:
-        """Give duplicates the verdict of their majority; a tie counts as failed. Returns the new pool and the number
-        of samples whose verdict changed.
+        """Give duplicates the verdict of their majority, a tie counting as failed, and count those that changed.
 
         Verdicts of duplicates differ where the scorer is flaky, e.g. by timeouts on a busy machine.
         """
@@ -108,17 +62,12 @@ class Pool:
 def build_pools(
     samples: Iterable[Sample], verdicts: Iterable[Verdict], deduplicate: Deduplicate = "text"
 ) -> tuple[list[Pool], int]:
-    """Join samples and verdicts into a pool for each task, in the order of the samples.
+    """Join samples and verdicts into pools of tasks with a judged sample, in their order, and count those left out.
 
     Samples without a verdict, or with the verdict ``sandbox_error``, are left out. ``unjudged`` ones have not passed:
     a program could choose that status, so that leaving it out would raise the rates. Of several verdicts of a sample
-    the last counts, because a scoring may have been repeated. `deduplicate` says what makes samples duplicates.
-
-    Returns:
-        The pools, without tasks that have no judged sample, and the number of samples left out.
-
-    Raises:
-        ValueError: A sample occurs twice with different contents, or a verdict has no sample.
+    the last counts, because a scoring may have been repeated. A ValueError where a sample occurs twice with different
+    contents, or a verdict has no sample.
     """
     by_id: dict[tuple[str, int], Sample] = {}
     for sample in samples:
@@ -145,7 +94,7 @@ def build_pools(
             left_out += 1
         else:
             by_task.setdefault(sample.task_id, []).append((sample, found))
-    key = KEYS[deduplicate]
+    key = ast_key if deduplicate == "ast" else str
     pools = [
         Pool(
             task_id,
@@ -168,12 +117,8 @@ Deduplicate = Literal["text", "ast"]
 """By equal texts, or by equal Python syntax trees."""
 
 
-def text_key(completion: str) -> str:
-    return completion
-
-
 def ast_key(completion: str) -> tuple[str, ...]:
-    """The Python syntax tree: comments, blank lines, quotes and parentheses make no difference; docstrings do.
+    """Return the Python syntax tree: comments, blank lines, quotes and parentheses do not count; docstrings do.
 
     A completion that is not a program by itself is parsed as the body of a function, as it continues a signature;
     bodies of different indentation differ. What cannot be parsed either way is compared as text.
@@ -190,12 +135,8 @@ def ast_key(completion: str) -> tuple[str, ...]:
     return "text", completion
 
 
-KEYS: Final[dict[Deduplicate, Callable[[str], str | tuple[str, ...]]]] = {"text": text_key, "ast": ast_key}
-"""Functions from a completion to a key that is equal for duplicates."""
-
-
 Ranker = Literal["oracle", "mean_logp", "sum_logp", "random", "votes"]
-"""Who chooses the m candidates that are run among n samples.
+"""The ranking that chooses the m candidates that are run among n samples.
 
 - ``oracle``: all n are run, which is pass@n.
 - ``mean_logp``, ``sum_logp``: the highest mean, or sum, of the log-probabilities of the tokens; exact.
@@ -210,7 +151,7 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 def pass_at_ranker(
     pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """The probability that one of a ranker's m candidates among n samples passes.
+    """Compute the probability that one of a ranker's m candidates among n samples passes.
 
     Args:
         pool: The judged samples of one task.
@@ -222,46 +163,31 @@ def pass_at_ranker(
 
     Returns:
         Probabilities and, where they are estimates, standard errors, both [len(ns)].
-
-    Raises:
-        ValueError: A number is out of bounds, a log-probability is missing, or equal samples differ in `passed`.
     """
-    if out := [n for n in ns if not 1 <= n <= len(pool.passed)]:
-        raise ValueError(
-            f"n must be between 1 and the {len(pool.passed)} samples of task {pool.task_id!r}, got {out[0]}; draw "
-            "more samples or leave this n out"
-        )
-    if ranker == "votes":
-        task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
-        return pass_at_votes(pool.passed, _answers(pool), ns, m=m, draws=draws, seed=task_seed)
     try:
-        return _exact(pool, ranker, m)[[n - 1 for n in ns]], None
+        check_ns(ns, len(pool.passed))
+        match ranker:
+            case "oracle":
+                found = pass_at_n(pool.passed)
+            case "random":
+                found = pass_at_first_m(pool.passed, pool.keys, m)
+            case "mean_logp" | "sum_logp":
+                scores = pool.mean_logp if ranker == "mean_logp" else pool.sum_logp
+                found = pass_at_top_m(pool.passed, scores, pool.keys, m)
+            case "votes":
+                # Every sample votes: a ranking must not know which samples are right. Outputs that pass once and fail
+                # once, as by printed text, are two.
+                votes = [
+                    ("text", key) if output is None else ("outputs", output, right)
+                    for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
+                ]
+                task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
+                return pass_at_votes(pool.passed, votes, ns, m=m, draws=draws, seed=task_seed)
+            case _:
+                raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
     except ValueError as error:
         raise ValueError(f"task {pool.task_id!r}: {error}") from error
-
-
-def _answers(pool: Pool) -> Sequence[Hashable]:
-    """The vote of each sample: its outputs, or its text where these are unknown.
-
-    Every sample votes: the ranking must not depend on knowing which samples are right.
-    """
-    # Outputs that pass once and fail once, as by what a program printed, are two.
-    return [
-        ("text", key) if output is None else ("outputs", output, right)
-        for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
-    ]
-
-
-def _exact(pool: Pool, ranker: Ranker, m: int) -> NDArray[np.float64]:
-    match ranker:
-        case "oracle":
-            return pass_at_n(pool.passed)
-        case "random":
-            return pass_at_first_m(pool.passed, pool.keys, m)
-        case "mean_logp" | "sum_logp":
-            scores = pool.mean_logp if ranker == "mean_logp" else pool.sum_logp
-            return pass_at_top_m(pool.passed, scores, pool.keys, m)
-    raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
+    return found[[n - 1 for n in ns]], None
 
 
 def pass_at_votes(
@@ -273,7 +199,7 @@ def pass_at_votes(
     draws: int = 1000,
     seed: int = 0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The probability that one of the m most frequent outputs of n samples is right, estimated by Monte Carlo.
+    """Estimate the probability that one of the m most frequent outputs of n samples is right, by Monte Carlo.
 
     Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples gives the probability
     over a uniformly random order of tied outputs; the result is their mean and its standard error. An exact count
@@ -289,9 +215,6 @@ def pass_at_votes(
 
     Returns:
         Means and standard errors, both [len(ns)].
-
-    Raises:
-        ValueError: A number is out of bounds, the pool is empty, or equal outputs differ in `passed`.
     """
     check_m(m)
     if draws < 2:
@@ -302,8 +225,7 @@ def pass_at_votes(
     sizes = np.array([*passing.values(), *failing.values()])
     right = np.arange(len(sizes)) < len(passing)
     votes = np.array([key[0] == "output" for key in (*passing, *failing)])  # type: ignore[index]
-    if out := [n for n in ns if not 1 <= n <= len(passed)]:
-        raise ValueError(f"n must be between 1 and the pool's {len(passed)} samples, got {out[0]}; draw more samples")
+    check_ns(ns, len(passed))
     generator = np.random.default_rng(seed)
     means, errors = np.empty(len(ns)), np.empty(len(ns))
     for at, n in enumerate(ns):
@@ -318,7 +240,10 @@ def pass_at_votes(
 
 
 def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDArray[np.float64]:
-    """The chance that one of the m largest groups is right, over random orders of ties; counts: [draws, groups]."""
+    """Compute the chance that one of the m largest groups is right, over random orders of ties, for each draw.
+
+    counts: [draws, groups].
+    """
     least = np.partition(counts, -m, axis=1)[:, -m] if m < counts.shape[1] else np.zeros(len(counts), dtype=np.int64)
     least = np.maximum(least, 1)[:, None]  # a group that was not drawn is no candidate
     above, tied = counts > least, counts == least

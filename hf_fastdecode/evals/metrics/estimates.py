@@ -14,18 +14,11 @@ from numpy.typing import ArrayLike, NDArray
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The probability that at least one of k samples passes, estimated from n samples of which c passed.
+    """Estimate the probability that one of k samples passes, from n samples of which c passed.
 
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1: ``1 - C(n - c, k) / C(n, k)``, in
-    the numerically stable product form of its figure 3, ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``.
-
-    Args:
-        n: Samples drawn, at least k.
-        c: Samples that passed, between 0 and n.
-        k: Samples a user would look at, at least 1.
-
-    Raises:
-        ValueError: An argument is out of these bounds.
+    the numerically stable product form of its figure 3, ``1 - prod_{i = n - c + 1}^{n} (1 - k / i)``. A ValueError
+    unless k >= 1, n >= k and 0 <= c <= n.
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}; pass@k counts the samples that are looked at")
@@ -41,7 +34,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def bootstrap_interval(
     values: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The percentile interval of the mean over problems.
+    """Bootstrap the percentile interval of the mean over problems.
 
     Problems are drawn with replacement, and the samples of a problem stay together. All columns of `values` are
     resampled alike, so that intervals of one call can be compared.
@@ -53,11 +46,7 @@ def bootstrap_interval(
         seed: For the resampling.
 
     Returns:
-        Lower and upper ends, [columns] each (no dimension for one column). NaN for a single problem, which says
-        nothing about how problems differ.
-
-    Raises:
-        ValueError: There are no problems, or a number is out of these bounds.
+        Lower and upper ends, [columns] each (no dimension for one column). NaN for a single problem.
     """
     table = np.asarray(values, dtype=np.float64)
     if not table.ndim or not len(table):
@@ -81,16 +70,9 @@ def bootstrap_interval(
 
 
 def pass_at_n(passed: Sequence[bool]) -> NDArray[np.float64]:
-    """pass@n for n = 1..N: at least one of n samples passes (the oracle; `pass_at_k` with k = n).
+    """pass@n for n = 1..N: at least one of n of a task's N samples passes (the oracle; `pass_at_k` with k = n).
 
-    Args:
-        passed: The verdicts of one task's N samples.
-
-    Returns:
-        [N] probabilities; entry n - 1 is the mean over all subsets of n samples.
-
-    Raises:
-        ValueError: There are no samples.
+    Returns [N] probabilities, means over all subsets of n samples.
     """
     check_pool(passed, passed)
     samples, wrong = len(passed), sum(not right for right in passed)
@@ -116,15 +98,11 @@ def pass_at_top_m(
     Args:
         passed: The verdicts of one task's N samples.
         scores: Higher is better, such as the mean log-probability of a token; -inf is a score, None is a missing one.
-        keys: Equal for duplicates, such as the text.
+        keys: Equal for duplicates, such as the text; they must be equal in `passed`, too.
         m: Candidates that are run, at least 1.
 
     Returns:
         [N] probabilities; entry n - 1 is for n samples.
-
-    Raises:
-        ValueError: m is below 1, the pool is empty or its columns differ in length, a score is missing, or equal keys
-            differ in `passed`.
     """
     check_m(m)
     check_pool(passed, keys)
@@ -154,11 +132,8 @@ def pass_at_first_m(passed: Sequence[bool], keys: Sequence[Hashable], m: int) ->
 
     The mean over all orders of drawing n of the pool's N samples. Let A(t) be the number of subsets of t failing
     samples in fewer than m groups, and c the number of passing samples: draw t + 1 is the first to pass, in time, with
-    probability ``A(t) / C(N, t) * c / (N - t)``; the result is the sum over t. Arguments and errors as
+    probability ``A(t) / C(N, t) * c / (N - t)``; the result is the sum over t. Arguments and result as of
     `pass_at_top_m`.
-
-    Returns:
-        [N] probabilities; entry n - 1 is for n samples.
     """
     check_m(m)
     failing = group_sizes(passed, keys)[1]
@@ -176,7 +151,7 @@ def pass_at_first_m(passed: Sequence[bool], keys: Sequence[Hashable], m: int) ->
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 and so on up to a number of samples, and that number."""
+    """List 1, 2, 4 and so on up to a number of samples, and that number."""
     return sorted({1 << power for power in range(most.bit_length())} | {most}) if most else []
 
 
@@ -231,7 +206,7 @@ class HitCounter:
 
 
 def by_size(in_u: Any) -> list[int]:
-    """The coefficients in x of a polynomial in ``u = 1 + x``: counts of subsets by size (a Taylor shift)."""
+    """Shift a polynomial in ``u = 1 + x`` to one in x, whose coefficients count subsets by size (Taylor)."""
     shifted = np.array([int(value) for value in in_u], dtype=object)
     for first in range(len(shifted) - 1):
         shifted[first:] = np.add.accumulate(shifted[first:][::-1])[::-1]
@@ -239,7 +214,7 @@ def by_size(in_u: Any) -> list[int]:
 
 
 def group_sizes(passed: Sequence[bool], keys: Sequence[Hashable]) -> tuple[Counter[Hashable], Counter[Hashable]]:
-    """Sizes of the groups that pass, and of those that fail; samples of one key must agree."""
+    """Count the samples of each group that passes, and of each that fails; samples of one key must agree."""
     check_pool(passed, keys)
     passing = Counter(key for key, right in zip(keys, passed) if right)
     failing = Counter(key for key, right in zip(keys, passed) if not right)
@@ -253,7 +228,6 @@ def group_sizes(passed: Sequence[bool], keys: Sequence[Hashable]) -> tuple[Count
 
 
 def check_pool(passed: Sized, keys: Sized) -> None:
-    """Refuse an empty pool, and one whose columns differ in length, with a ValueError."""
     if not len(passed):
         raise ValueError("a pool must hold at least one sample, got none; leave the task out")
     if len(keys) != len(passed):
@@ -261,7 +235,6 @@ def check_pool(passed: Sized, keys: Sized) -> None:
 
 
 def checked_scores(scores: Sequence[float | None], samples: int) -> list[float]:
-    """The scores, one per sample, none of them missing or NaN; else a ValueError."""
     if len(scores) != samples:
         raise ValueError(f"there must be one score a sample, got {len(scores)} scores for {samples} samples")
     known = [score for score in scores if score is not None and not math.isnan(score)]
@@ -274,6 +247,12 @@ def checked_scores(scores: Sequence[float | None], samples: int) -> list[float]:
 
 
 def check_m(m: int) -> None:
-    """Refuse a number of candidates below 1 with a ValueError."""
     if m < 1:
         raise ValueError(f"m must be at least 1, got {m}; it counts the candidates that are run")
+
+
+def check_ns(ns: Sequence[int], samples: int) -> None:
+    if out := [n for n in ns if not 1 <= n <= samples]:
+        raise ValueError(
+            f"n must be between 1 and the pool's {samples} samples, got {out[0]}; draw more samples or leave it out"
+        )

@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Features, Value
 from datasets import Sequence as ListOf
 
-from .estimates import pass_at_n, pass_at_top_m, powers_of_two
+from .estimates import check_ns, pass_at_n, pass_at_top_m, powers_of_two
 
 _DESCRIPTION: Final = """\
 pass@n (some of n samples passes its tests) and pass@top-k (one of the k best-ranked distinct samples among n passes),
@@ -73,8 +73,7 @@ class PassAtTopK(evaluate.Metric):
         if not smallest:
             raise ValueError(f"every task needs at least one sample, got {len(references)} tasks, one of them empty")
         ns = powers_of_two(smallest) if ns is None else list(ns)
-        if out := [n for n in ns if not 1 <= n <= smallest]:
-            raise ValueError(f"n must be between 1 and the smallest pool's {smallest} samples, got {out[0]}")
+        check_ns(ns, smallest)
         positions = [n - 1 for n in ns]
         every = np.mean([pass_at_n(passed)[positions] for passed in references], axis=0)
         ranked = [

@@ -18,24 +18,21 @@ from typing import Any, Final
 
 from ...log import logger
 from .backends import Bubblewrap, Container, Unshare
-from .fork_server import ForkedPython, ForkServer
-from .launch import SCRATCH, Backend, LimitExceeded, Limits, SandboxError, Unconfined, python_command, view_of
-from .process import Command, SandboxedProcess
+from .launch import (
+    SCRATCH,
+    Backend,
+    LimitExceeded,
+    Limits,
+    SandboxError,
+    Unconfined,
+    processes_with,
+    python_command,
+    view_of,
+)
+from .process import Command, ForkedPython, ForkServer, SandboxedProcess
 
-__all__ = [
-    "BACKENDS",
-    "ForkServer",
-    "ForkedPython",
-    "LimitExceeded",
-    "Limits",
-    "Sandbox",
-    "SandboxError",
-    "SandboxedProcess",
-    "choose",
-    "prove",
-    "prove_forks",
-    "python_command",
-]
+__all__ = ["BACKENDS", "Limits", "Sandbox", "SandboxError", "choose", "prove", "prove_forks", "python_command"]
+__all__ += ["ForkServer", "ForkedPython", "LimitExceeded", "SandboxedProcess"]
 
 _PROBE: Final = Path(__file__).with_name("probe.py")
 _LIMITS: Final = Limits(scratch_bytes=1 << 20, file_bytes=4 << 20, processes=16, wall_seconds=30)
@@ -44,10 +41,7 @@ _END_SECONDS: Final = 5.0
 
 
 def prove(backend: Backend) -> str | None:
-    """Run `probe` in a sandbox: no network, home, foreign files, processes or rights, and limits that bind.
-
-    Returns what the probe could do, or why it did not run; None where the sandbox isolates.
-    """
+    """Run `probe` in a sandbox. Returns its escapes, or why it did not run; None where the sandbox isolates."""
     command, readable = python_command()
     with _host() as host:
         try:
@@ -60,7 +54,7 @@ def prove(backend: Backend) -> str | None:
 
 
 def prove_forks(backend: Backend) -> str | None:
-    """As `prove`, in two processes of a fork server: the second one must not see what the first one left."""
+    """As `prove`, in two processes of a fork server: the second one must not see traces of the first one."""
     code = compile(_PROBE.read_text(encoding="utf-8"), "probe.py", "exec", dont_inherit=True)
     python = ForkedPython((), (("probe", code),), 'sys.modules["probe"].main()')
     with _host() as host:
@@ -73,21 +67,12 @@ def prove_forks(backend: Backend) -> str | None:
 
 @dataclass(frozen=True)
 class _Host:
-    """The host's things that a probe tries to reach.
-
-    Attributes:
-        job: What it tries.
-        canary: A process, which has one of the probe's words as an argument.
-        mark: An argument of the probe itself.
-    """
-
-    job: dict[str, Any]
-    canary: subprocess.Popen[bytes]
-    mark: str
+    job: dict[str, Any]  # input of the probe
+    canary: subprocess.Popen[bytes]  # a process that has one of the probe's words as an argument
+    mark: str  # an argument of the probe itself
 
     def refusal(self, start: Callable[[], SandboxedProcess]) -> str | None:
-        """Escapes of a probe started by `start`; None where it finds none."""
-        before = _running(self.mark)
+        before = len(processes_with(self.mark))
         with start() as process:
             with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer
                 process.send(json.dumps(self.job).encode() + b"\n")
@@ -102,11 +87,11 @@ class _Host:
                 return ", ".join(escapes)
             if self.canary.poll() is not None:
                 return "it kills processes of the host"
-            if _running(self.mark) <= before:
+            if len(processes_with(self.mark)) <= before:
                 return "its processes cannot be seen from here, so that their end cannot be proved"
             process.wait()
         until = time.monotonic() + _END_SECONDS
-        while lives := _running(self.mark) > before and time.monotonic() < until:
+        while lives := len(processes_with(self.mark)) > before and time.monotonic() < until:
             time.sleep(0.01)  # what held the sandbox ends after it
         return "a process that it left lives on" if lives else None
 
@@ -141,34 +126,18 @@ def _host() -> Iterator[_Host]:
                 canary.stdin.close()  # which ends it
 
 
-def _running(token: str) -> int:
-    """The number of processes of this machine that have this argument."""
-    found = 0
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            found += folder.name.isdigit() and token.encode() in (folder / "cmdline").read_bytes().split(b"\0")
-    return found
-
-
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs in a back end; may be called from several threads.
-
-    Attributes:
-        backend: Isolates them.
-        may_fork: Whether Python programs may run in forks of an interpreter, where these isolate too.
-    """
+    """Runs programs in a back end; may be called from several threads."""
 
     backend: Backend
-    may_fork: bool = True
+    may_fork: bool = True  # Python programs may run in forks of an interpreter, where these isolate too
 
     @property
     def forks(self) -> bool:
-        """Whether `fork_server` can be used: it may be, and isolates under this back end, which is proved once."""
-        if not self.may_fork:
-            return False
+        """Whether `fork_server` may be used and isolates under this back end, which is proved once."""
         with _PROVING:
-            return _fork_refusal(self.backend) is None
+            return self.may_fork and _fork_refusal(self.backend) is None
 
     @property
     def name(self) -> str:
@@ -232,7 +201,6 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
 
 
 def _remedy(candidates: Sequence[str]) -> str:
-    """The remedy on this machine where none of these back ends passes."""
     install = "install bubblewrap (apt install bubblewrap)"
     for name, denying in _DENIES_USER_NAMESPACES if {"bwrap", "unshare"} & set(candidates) else ():
         setting = _SETTINGS / name
@@ -246,14 +214,14 @@ def _remedy(candidates: Sequence[str]) -> str:
 
 @cache
 def _refusal(name: str) -> str | None:
-    """Why a back end cannot be used; None where it passes the proof, which is run once per process."""
+    """Say why a back end cannot be used; None where it passes the proof, which is run once per process."""
     backend = BACKENDS[name]
     return backend.missing() or prove(backend)
 
 
 @cache
 def _fork_refusal(backend: Backend) -> str | None:
-    """Why a back end's fork server cannot be used; None where it passes the proof, which is run once per process."""
+    """As `_refusal`, of a back end's fork server."""
     command, readable = python_command()
     if backend.launch_fork_server(command, view_of(readable)) is None:
         return "it has none"

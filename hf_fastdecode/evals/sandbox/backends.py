@@ -20,16 +20,27 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from .launch import ENVIRONMENT, NOBODY, SCRATCH, Launch, Limits, SandboxError, View, first_process, limited, tool
+from .launch import (
+    ENVIRONMENT,
+    NOBODY,
+    SCRATCH,
+    Backend,
+    Launch,
+    Limits,
+    SandboxError,
+    View,
+    first_process,
+    limited,
+    processes_with,
+    tool,
+)
 
 _SERVER_BYTES: Final = 1 << 16  # of the folder of a fork server, which writes nothing
 _BWRAP: Final = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup")]
 
 
 @dataclass(frozen=True)
-class Bubblewrap:
-    """The program `bwrap`."""
-
+class Bubblewrap(Backend):
     name: str = "bwrap"
 
     def missing(self) -> str | None:
@@ -45,7 +56,6 @@ class Bubblewrap:
 
 
 def _bubblewrap(rights: Sequence[str], view: View, scratch_bytes: int, argv: Sequence[str]) -> Launch:
-    """Run a command line as the first process of new namespaces; `rights` are options that leave them to it or not."""
     paths = sources(view.readable)
     command = [tool("bwrap"), *_BWRAP, *rights, "--die-with-parent", "--as-pid-1", "--hostname", "sandbox"]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
@@ -72,9 +82,7 @@ _FILES: Final = 4096  # of the writable folder: files without content take memor
 
 
 @dataclass(frozen=True)
-class Unshare:
-    """The programs `unshare` and `mount`."""
-
+class Unshare(Backend):
     name: str = "unshare"
 
     def missing(self) -> str | None:
@@ -82,8 +90,17 @@ class Unshare:
         return f"{', '.join(absent)} not installed (apt install util-linux)" if absent else None
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        # The shell stays as the first process of the PID namespace: no signal from inside can end it, and it reaps.
-        return _unshare(_closing(), view, limits.scratch_bytes, limited(argv, limits))
+        # It keeps its rights over its own namespace for as long as it takes to give them all away.
+        become = f"unshare --user --map-user={NOBODY} --map-group={NOBODY} --keep-caps --"
+        drop = "setpriv --ambient-caps=-all --inh-caps=-all --bounding-set=-all --no-new-privs --"
+        closing = [
+            f"cd {SCRATCH}",
+            # Of the one user namespace allowed, the next command makes use; the program cannot make another.
+            "echo 1 > /proc/sys/user/max_user_namespaces",
+            # The shell stays as first process of the PID namespace: no signal from inside can end it, and it reaps.
+            f'{become} {drop} "$@" && exit 0 || exit $?',
+        ]
+        return _unshare(closing, view, limits.scratch_bytes, limited(argv, limits))
 
     def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch:
         return _unshare([f'cd {SCRATCH} && exec "$@"'], view, _SERVER_BYTES, argv)
@@ -130,19 +147,8 @@ def _quoted(root: Path, *paths: Path) -> str:
     return " ".join(shlex.quote(f"{root}{path}") for path in paths)
 
 
-def _closing() -> Iterator[str]:
-    """Shell commands that give the rights away and run the program."""
-    yield f"cd {SCRATCH}"
-    # Of the one user namespace allowed, the next command makes use; the program cannot make another.
-    yield "echo 1 > /proc/sys/user/max_user_namespaces"
-    # It keeps its rights over its own namespace for as long as it takes to give them all away.
-    become = f"unshare --user --map-user={NOBODY} --map-group={NOBODY} --keep-caps --"
-    drop = "setpriv --ambient-caps=-all --inh-caps=-all --bounding-set=-all --no-new-privs --"
-    yield f'{become} {drop} "$@" && exit 0 || exit $?'
-
-
 def _mount_points(path: Path) -> list[Path]:
-    """A path and the mounts below it: making a mount read-only leaves those inside as they are."""
+    """Return a path and the mounts below it, which stay writable when it is made read-only."""
     points = {path}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         point = Path(line.split()[4].encode().decode("unicode_escape"))
@@ -152,16 +158,13 @@ def _mount_points(path: Path) -> list[Path]:
 
 
 def _locked(path: Path) -> str:
-    """Options of a mount that a user namespace may not take away."""
     flags = os.statvfs(path).f_flag
     names = ("nosuid", "nodev", "noexec", "noatime", "relatime")
     return "".join(f",{name}" for name in names if flags & getattr(os, f"ST_{name.upper()}"))
 
 
 def sources(readable: Sequence[Path]) -> dict[Path, Path]:
-    """Where the process that makes the sandbox finds each path: where it is, or in the folder that `without_root`
-    fills.
-    """
+    """Return where each path is found: in its place, or in the folder that `without_root` fills."""
     if os.geteuid() != 0:
         return {path: path for path in readable}
     return {
@@ -171,7 +174,7 @@ def sources(readable: Sequence[Path]) -> dict[Path, Path]:
 
 
 def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
-    """The command that makes the sandbox, run as `nobody` where this user is root; `paths` are from `sources`."""
+    """Run the command that makes the sandbox as `nobody` where this user is root; `paths` are from `sources`."""
     if os.geteuid() != 0:
         return list(command)
     user = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -190,10 +193,9 @@ def without_root(command: Sequence[str], paths: dict[Path, Path]) -> list[str]:
 
 @cache
 def mount_point(purpose: str) -> Path:
-    """An empty folder that everybody may enter; what is mounted on it is seen in private mount namespaces only.
+    """Make an empty folder on which to mount in private namespaces. It stays: killed processes could not remove it.
 
-    It stays for the next run: a process that is killed could not remove it. A SandboxError if another user has taken
-    its name.
+    A SandboxError if another user has taken its name.
     """
     folder = Path(f"/tmp/hf-fastdecode-{os.geteuid()}")
     for path in (folder, folder / purpose):
@@ -207,7 +209,6 @@ def mount_point(purpose: str) -> Path:
 
 
 def _open_to_all(path: Path) -> bool:
-    """Whether every user may read a path and reach it."""
     entered = all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
     wanted = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
     return entered and path.stat().st_mode & wanted == wanted
@@ -219,9 +220,7 @@ _PROCESSES_OF_NOBODY: Final = 4096  # in all containers together; --pids-limit i
 
 
 @dataclass(frozen=True)
-class Container:
-    """The program `docker` or `podman`."""
-
+class Container(Backend):
     name: str
 
     def missing(self) -> str | None:
@@ -231,7 +230,6 @@ class Container:
         return None if done.returncode == 0 else f"`{self.name} info` fails: {_last_line(done.stderr)}"
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """Run as `nobody` without network or capabilities."""
         container = f"hf-fastdecode-{secrets.token_hex(8)}"
         command = [self.name, "run", "--rm", "--interactive", "--name", container]
         command += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
@@ -245,34 +243,30 @@ class Container:
             command += ["--env", f"{variable}={value}"]
         for path in view.readable:
             command += ["--mount", f"type=bind,source={path},destination={path},readonly"]
+        empty = ",notmpcopyup" if self.name == "podman" else ""  # which would copy what a tmpfs covers into it
         for path in view.hidden:
-            command += ["--mount", f"type=tmpfs,destination={path},tmpfs-size=4096,tmpfs-mode=0755{self._as_it_is}"]
+            command += ["--mount", f"type=tmpfs,destination={path},tmpfs-size=4096,tmpfs-mode=0755{empty}"]
         links = tuple((str(path).lstrip("/"), target) for path, target in view.links)
         command += [_empty_image(self.name, links)]
         command += first_process(limited(argv, limits, processes=False), name=container)
         return Launch(
             command,
-            environment=dict(
-                os.environ
-            ),  # of the client, which finds daemon and storage by it; the container has its own
-            holder=lambda: _process_with_argument(container),
+            environment=dict(os.environ),  # of the client, which finds daemon and storage by it
+            # The first process of the container, which is not a descendant of the client.
+            holder=lambda: next(
+                (pid for pid, (name, *_) in processes_with(container).items() if name == b"/bin/sh"), None
+            ),
             kills_for_memory=True,
-            stop=lambda: _kill(self.name, container),
+            stop=lambda: _call(self.name, "kill", container),
         )
 
-    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
-        """None: a container has no rights to make namespaces."""
-        return None
 
-    @property
-    def _as_it_is(self) -> str:
-        """Has podman not fill a tmpfs with what it covers."""
-        return ",notmpcopyup" if self.name == "podman" else ""
+def _first_process_of(container: str) -> int | None:  # which is not a descendant of the client
+    return next((pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh"), None)
 
 
 @cache
 def _empty_image(program: str, links: tuple[tuple[str, str], ...]) -> str:
-    """The id of an image of nothing but symbolic links."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as tar:
         for path, target in links:
@@ -287,7 +281,7 @@ def _empty_image(program: str, links: tuple[tuple[str, str], ...]) -> str:
 
 @cache
 def _only_podman() -> list[str]:
-    """As docker by default: no other writable folders, and no user namespaces, in which a tmpfs has no size."""
+    """Options that podman needs to be as docker: no other writable folders, and no user namespaces."""
     found = _call("podman", "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}").stdout.decode().strip()
     if not Path(found).is_file():
         return ["--read-only-tmpfs=false"]
@@ -301,22 +295,6 @@ def _only_podman() -> list[str]:
         json.dump(profile, file)
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return ["--read-only-tmpfs=false", "--security-opt", f"seccomp={file.name}"]
-
-
-def _process_with_argument(text: str) -> int | None:
-    """The first process of a container; it is not a descendant of the client."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[:1] == [b"/bin/sh"] and text.encode() in words:
-            return int(process.name)
-    return None
-
-
-def _kill(program: str, container: str) -> None:
-    _call(program, "kill", container)
 
 
 def _call(program: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:

@@ -217,7 +217,6 @@ def _write(path: str, text: str) -> None:
 
 
 def _loopback_flags(operation: int, flags: int) -> int:
-    """Get or set the flags of the network device `lo`."""
     with_flags = b"lo".ljust(16, b"\0") + flags.to_bytes(2, sys.byteorder) + bytes(22)  # ifreq: netdevice(7)
     any_socket = _socket.socket(_socket.AF_INET, _socket.SOCK_DGRAM)
     found = fcntl.ioctl(any_socket, operation, with_flags)

@@ -1,20 +1,20 @@
-"""The interface of back ends: what a sandboxed program may use and sees of the file system, and the command line that
-starts it.
-"""
+"""The interface of back ends: limits and file system of a sandboxed program, and the command line that starts it."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 Exceeded = Literal["timeout", "memory", "output"]
 
@@ -26,10 +26,7 @@ _LEAST_AVAILABLE: Final = 0.03  # of the machine's memory
 
 
 class LimitExceeded(Exception):  # noqa: N818 - an outcome of a program, not an error of the caller
-    """A sandboxed program exceeded a limit and has been killed.
-
-    `load` says whether other programs may be the cause: it waited for a CPU, or the machine has no memory left.
-    """
+    """A sandboxed program exceeded a limit and has been killed; `load`: other programs may be the cause."""
 
     def __init__(self, status: Exceeded, detail: str, *, load: bool = False):
         super().__init__(detail)
@@ -56,7 +53,7 @@ class Limits:
                 raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
 
     def prlimit(self, *, processes: bool = True) -> list[str]:
-        """The `prlimit` command that sets these limits for the command after it; empty where `prlimit` is missing."""
+        """Return the start of a command line that sets these limits; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")
         if program is None:
             return []
@@ -64,9 +61,9 @@ class Limits:
         return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items())]
 
     def resources(self, *, processes: bool = True) -> dict[str, tuple[int, int]]:
-        """Soft and hard limits of each process, by the kernel's names in small letters; `processes` with their number.
+        """Return soft and hard limits of each process by the kernel's names, unless lower ones are in force here.
 
-        Those in force here that are lower already are left out.
+        With `processes`, their number is limited too.
         """
         seconds = math.ceil(self.cpu_seconds)
         values = {
@@ -83,7 +80,7 @@ class Limits:
         return {name: (soft, hard) for name, (soft, hard) in values.items() if _lowers(name, hard)}
 
     def exceeded_by(self, usage: Usage) -> tuple[Exceeded, str] | None:
-        """The limit that a use exceeds, and a line about it."""
+        """Return the limit that a use exceeds, and a line about it."""
         if usage.cpu_seconds > self.cpu_seconds:
             return self.cpu_exceeded()
         if usage.resident_bytes > self.memory_bytes + _RESIDENT_SLACK:
@@ -98,7 +95,7 @@ class Limits:
 
 
 def _lowers(name: str, value: int) -> bool:
-    """Whether a limit is below the one in force already, which only root may raise."""
+    """Whether a limit is below the one in force, which only root may raise."""
     import resource  # absent on Windows, where `prlimit` is as well
 
     hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
@@ -107,19 +104,14 @@ def _lowers(name: str, value: int) -> bool:
 
 @dataclass(frozen=True)
 class Usage:
-    """Use of a sandbox's processes: user and system time of those that run and of those that they waited for, and
-    anonymous and shared memory, where pages that forked processes share count for each.
-    """
+    """CPU time and memory of a sandbox's processes."""
 
-    cpu_seconds: float = 0.0
-    resident_bytes: int = 0
+    cpu_seconds: float = 0.0  # user and system time, also of processes that these waited for
+    resident_bytes: int = 0  # anonymous and shared memory; pages that forked processes share count for each
 
 
 def usage_of(pid: int) -> Usage:
-    """The use of a process and of all its descendants, from `/proc`.
-
-    Inside a PID namespace an orphan becomes a child of its first process, so that none leaves the tree.
-    """
+    """Read the use of a process and its descendants from `/proc`; in a PID namespace no orphan leaves the tree."""
     cpu = resident = 0
     for one in _with_descendants(pid):
         try:
@@ -135,7 +127,7 @@ def usage_of(pid: int) -> Usage:
 
 
 def starved_seconds(pid: int) -> float:
-    """How long the threads of a process and its descendants have waited for a CPU that others used."""
+    """Return how long the threads of a process and its descendants have waited for a CPU that others used."""
     waited = 0
     for one in _with_descendants(pid):
         for schedstat in Path("/proc").glob(f"{one}/task/*/schedstat"):
@@ -149,8 +141,8 @@ def starved_seconds(pid: int) -> float:
 def memory_is_exhausted() -> bool:
     """Whether the machine has next to no memory left.
 
-    Limits of processes do not count what is in files without a name (`memfd_create`), in shared memory that nobody has
-    mapped, or in the file system's tables.
+    Limits of processes do not count files without a name (`memfd_create`), unmapped shared memory, and the file
+    system's tables.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -169,12 +161,23 @@ def _with_descendants(pid: int) -> Iterator[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The child processes of all threads of a process; none where `/proc` does not list them."""
+    """Return the child processes of all threads of a process; none where `/proc` does not list them."""
     try:
         lists = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         return []
     return [int(child) for children in lists for child in children.split()]
+
+
+def processes_with(argument: str) -> dict[int, list[bytes]]:
+    """Return the processes of this machine that have an argument: their numbers, and their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if argument.encode() in words:
+                found[int(folder.name)] = words
+    return found
 
 
 SCRATCH: Final = Path("/tmp")
@@ -196,8 +199,6 @@ _PACKAGES: Final = ("lib*/python*/site-packages", "lib*/python*/dist-packages", 
 
 @dataclass(frozen=True)
 class View:
-    """A read-only part of the host's file system."""
-
     readable: tuple[Path, ...]  # folders and files, at the paths that they have on the host
     links: tuple[tuple[Path, str], ...]  # symbolic links to folders among them: path and target
     hidden: tuple[Path, ...]  # folders below them that appear empty
@@ -205,15 +206,16 @@ class View:
 
 @cache
 def view_of(readable: tuple[Path, ...]) -> View:
-    """The system's programs and libraries, and further absolute paths; symbolic links are followed.
+    """Show the system's programs and libraries, and further absolute paths; symbolic links are followed.
 
-    Python packages of the system are hidden: they may hold the tests that a program is judged by.
-
-    Raises:
-        ValueError: A path is relative or does not exist, or is a folder that would show the whole machine.
+    Python packages of the system are hidden: they may hold the tests that a program is judged by. A ValueError where a
+    path is relative or does not exist, or is a folder that would show the whole machine.
     """
     for path in readable:
-        _check_readable(path)
+        if not path.is_absolute() or not path.exists():
+            raise ValueError(f"readable paths must be absolute and exist, got {path}; use path.resolve()")
+        if path in (Path("/"), Path("/proc"), Path("/home"), Path.home()):
+            raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
     present = [Path(name) for name in (*_SYSTEM, *_SYSTEM_FILES) if os.path.lexists(name)]
     folders = [path for path in present if not path.is_symlink()]
     links = [(path, os.readlink(path)) for path in present if path.is_symlink()]
@@ -225,26 +227,14 @@ def view_of(readable: tuple[Path, ...]) -> View:
 
 @cache
 def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
-    """An interpreter like this one without its environment: its command line, and the paths that it reads.
-
-    Only the standard library can be imported: neither site-packages nor the program's folder is on the path, and the
-    user's variables do not reach it.
-    """
+    """Return the command line of an interpreter like this one with the standard library alone, and what it reads."""
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     library = Path(sysconfig.get_path("stdlib", vars={**base, "installed_base": sys.base_prefix})).parent
     return (str(executable), "-S", "-s", "-P"), (executable, library.resolve())
 
 
-def _check_readable(path: Path) -> None:
-    if not path.is_absolute() or not path.exists():
-        raise ValueError(f"readable paths must be absolute and exist, got {path}; use path.resolve()")
-    if path in (Path("/"), Path("/proc"), Path("/home"), Path.home()):
-        raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
-
-
 def _seen_through_others(path: Path, shown: Sequence[Path], hidden: Sequence[Path]) -> bool:
-    """Whether a path lies in another one that is shown, and in none that is hidden there."""
     above = [other for other in shown if other != path and path.is_relative_to(other)]
     covers = [folder for folder in hidden if path.is_relative_to(folder)]
     return any(not any(folder.is_relative_to(other) for folder in covers) for other in above)
@@ -270,41 +260,39 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line that sets a sandbox up and runs a program in it."""
-
     command: list[str]
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)  # complete
     folder: Path = Path("/")  # working directory on the host
     holder: Callable[[], int | None] = lambda: None  # whose descendants are the sandbox's; None: the command
     kills_for_memory: bool = False  # something else enforces the memory limit, by SIGKILL
-    stop: Callable[[], None] = lambda: None  # ends what a killed command leaves, such as a container
+    stop: Callable[[], object] = lambda: None  # ends what a killed command leaves, such as a container
     clean: Callable[[], None] = lambda: None  # removes what was made for it
 
 
-class Backend(Protocol):
-    """A way to isolate a program."""
+class Backend(ABC):
+    """A program or a way that isolates programs; hashable."""
 
-    def __hash__(self) -> int: ...
-
-    @property
-    def name(self) -> str:
-        """As `choose` takes it."""
+    name: str  # as `choose` takes it
 
     def missing(self) -> str | None:
-        """Why it cannot be tried at all, with the remedy; None where it can be tried."""
+        """Say why it cannot be tried at all, with the remedy; None where it can be tried."""
+        return None
 
+    @abstractmethod
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """The command line that runs a program in a new sandbox."""
+        """Return the command line that runs a program in a new sandbox."""
 
     def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
-        """As `launch`, for a program that is trusted and makes a sandbox of its own for each process that it forks: it
-        is the first process in its namespaces, keeps its rights over them, and writes `READY` itself. None where
+        """As `launch`, for a trusted program that makes a sandbox for each process that it forks.
+
+        It is the first process in its namespaces, keeps its rights over them, and writes `READY` itself. None where
         processes can have no such rights.
         """
+        return None
 
 
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> list[str]:
-    """The last commands in every sandbox: set the limits, write `READY`, become the program.
+    """Return the last commands in every sandbox: set the limits, write `READY`, become the program.
 
     With `processes`, their number is limited too: outside a user namespace that counts all processes of the user.
     """
@@ -312,7 +300,7 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
 
 
 def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
-    """The first process of a PID namespace: it runs a command, waits for it and so accounts for its CPU time.
+    """Return the first process of a PID namespace, which runs a command and so accounts for its CPU time.
 
     No signal from inside can end it, and its end ends all processes that the command has left. Others find it by
     `name`, which is one of its arguments.
@@ -321,21 +309,17 @@ def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
 
 
 def tool(name: str) -> str:
-    """The absolute path of a program of the host, or nothing; system programs are found without being on the path."""
+    """Find the absolute path of a program of the host, also of one for the system; else empty."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or ""
 
 
 @dataclass(frozen=True)
-class Unconfined:
+class Unconfined(Backend):
     """No isolation: limits, a cleared environment and a temporary folder. For programs that are trusted."""
 
     name: str = "none"
 
-    def missing(self) -> str | None:
-        return None
-
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        """Run with the rights of this user; the view does not apply."""
         folder = tempfile.TemporaryDirectory(prefix="hf-fastdecode-", ignore_cleanup_errors=True)
         return Launch(
             limited(argv, limits, processes=False),
@@ -343,7 +327,3 @@ class Unconfined:
             folder=Path(folder.name),
             clean=folder.cleanup,
         )
-
-    def launch_fork_server(self, argv: Sequence[str], view: View) -> Launch | None:
-        """None: there is nothing to keep programs from the server."""
-        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ def main() -> None:
     That process is a grandchild in a session of its own, which never ends by itself.
     """
     job = json.loads(sys.stdin.readline())
-    escapes = [said for attempt, said in ATTEMPTS.items() if _succeeds(attempt, job)]
+    escapes = [said for said, attempt in ATTEMPTS.items() if _succeeds(attempt, job)]
     with open("left", "w"):
         pass
     if os.fork() == 0:
@@ -48,32 +49,16 @@ def _network(job: dict[str, Any]) -> bool:
     return True
 
 
-def _home(job: dict[str, Any]) -> bool:
-    return not set(os.listdir(job["home"])) <= set(job["shown_of_home"])
-
-
-def _files(job: dict[str, Any]) -> bool:
-    return os.path.exists(job["file"])
-
-
 def _write(job: dict[str, Any]) -> bool:
-    """Make a file in any mounted folder but the writable one."""
     with open("/proc/self/mountinfo") as mounts:  # a message queue is small: RLIMIT_MSGQUEUE
         folders = {line.split()[4] for line in mounts if " - mqueue " not in line}
     folders |= {job["home"], "/usr", "/etc", "/var", "/dev/shm"}
     for folder in sorted(folders - {job["scratch"]}):
         name = f"{folder}/hf-fastdecode-probe-{os.getpid()}"
-        try:
-            with open(name, "x"):
-                os.unlink(name)
-        except OSError:
-            continue
-        return True
+        with contextlib.suppress(OSError), open(name, "x"):
+            os.unlink(name)
+            return True
     return False
-
-
-def _left(job: dict[str, Any]) -> bool:
-    return bool(os.listdir(job["scratch"]))
 
 
 def _fill(job: dict[str, Any]) -> bool:
@@ -83,28 +68,18 @@ def _fill(job: dict[str, Any]) -> bool:
             with open(name, "wb") as file:
                 file.write(bytes(job["scratch_bytes"] // 2))
     finally:
-        for name in names:
-            if os.path.exists(name):
-                os.unlink(name)
+        for name in filter(os.path.exists, names):
+            os.unlink(name)
     return True
 
 
 def _processes(job: dict[str, Any]) -> bool:
-    """Find the host's process by its arguments or its number, and try to kill it."""
-    try:
-        os.kill(job["pid"], signal.SIGKILL)
-    except OSError:
-        killed = False
-    else:
-        killed = True
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/cmdline", "rb") as arguments:
-                if job["token"].encode() in arguments.read().split(b"\0"):
-                    return True
-        except OSError:
-            continue
-    return killed
+        with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline", "rb") as arguments:
+            if job["token"].encode() in arguments.read().split(b"\0"):
+                return True
+    os.kill(job["pid"], signal.SIGKILL)
+    return True
 
 
 def _root(job: dict[str, Any]) -> bool:
@@ -116,14 +91,10 @@ def _root(job: dict[str, Any]) -> bool:
 
 def _namespaces(job: dict[str, Any]) -> bool:
     """Make a user namespace, in which mounts without a size could be made."""
-    child = os.fork()
-    if child == 0:
-        try:
-            import ctypes
+    import ctypes
 
-            os._exit(0 if ctypes.CDLL(None).unshare(_NEW_USER_NAMESPACE) == 0 else 1)
-        finally:
-            os._exit(1)
+    if (child := os.fork()) == 0:
+        os._exit(ctypes.CDLL(None).unshare(_NEW_USER_NAMESPACE) != 0)
     return os.waitpid(child, 0)[1] == 0
 
 
@@ -143,22 +114,18 @@ def _forks(job: dict[str, Any]) -> bool:
     return True
 
 
-def _memory(job: dict[str, Any]) -> bool:
-    return len(bytearray(job["memory_bytes"] + 1)) > 0
-
-
 ATTEMPTS = {
-    _network: "it reaches the network",
-    _home: "it sees the home folder",
-    _files: "it sees files of the host's temporary folder",
-    _write: "it writes outside its own folder",
-    _left: "its own folder holds what others left",
-    _fill: "its own folder takes more than its size",
-    _processes: "it sees or kills processes of the host",
-    _root: "it keeps root or capabilities",
-    _namespaces: "it makes user namespaces",
-    _forks: "the limit on processes does not bind",
-    _memory: "the limit on memory does not bind",
+    "it reaches the network": _network,
+    "it sees the home folder": lambda job: not set(os.listdir(job["home"])) <= set(job["shown_of_home"]),
+    "it sees files of the host's temporary folder": lambda job: os.path.exists(job["file"]),
+    "it writes outside its own folder": _write,
+    "its own folder holds what others left": lambda job: os.listdir(job["scratch"]),
+    "its own folder takes more than its size": _fill,
+    "it sees or kills processes of the host": _processes,
+    "it keeps root or capabilities": _root,
+    "it makes user namespaces": _namespaces,
+    "the limit on processes does not bind": _forks,
+    "the limit on memory does not bind": lambda job: bytearray(job["memory_bytes"] + 1),
 }
 
 if __name__ == "__main__":

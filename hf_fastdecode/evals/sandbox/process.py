@@ -1,21 +1,33 @@
-"""A program that runs in a sandbox: its holder on the host, talking to it within its limits, and its outcome."""
+"""Programs that run in sandboxes: held on the host, spoken to within their limits, and forked by a server.
+
+A fork server is an interpreter that has imported what programs need, in a sandbox of its own. For each process it
+makes new namespaces, a writable folder and limits, as a back end does for a command line. Only limits and descriptors
+pass through it; programs come over the streams that the host opens for each. Its own side is `fork_loop`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import marshal
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import time
+import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
-from typing import IO, Any, Final, Protocol, Self
+from pathlib import Path
+from types import CodeType
+from typing import IO, Any, Final, Self
 
 from .launch import (
     READY,
+    Backend,
     Exceeded,
     Launch,
     LimitExceeded,
@@ -24,8 +36,10 @@ from .launch import (
     Usage,
     children_of,
     memory_is_exhausted,
+    python_command,
     starved_seconds,
     usage_of,
+    view_of,
 )
 
 SETUP_SECONDS: Final = 60.0
@@ -38,32 +52,39 @@ _DETAIL: Final = 300  # letters
 
 @dataclass(frozen=True)
 class Ended:
-    """How a sandbox ended: an exit code, below 0 that of a signal, and user and system time of all its processes."""
+    """The end of a sandbox: an exit code, below 0 that of a signal, and user and system time of all its processes."""
 
     code: int
     cpu_seconds: float
 
 
-class SandboxHolder(Protocol):
+class Holder(ABC):
     """The host's handle of a sandbox that is set up. As far as known, only the program uses its streams."""
 
     stdin: IO[bytes]
     stdout: IO[bytes]
     stderr: IO[bytes]
     pid: int  # of the host's process whose descendants are the sandbox's
-    kills_for_memory: bool  # something else enforces the memory limit, by SIGKILL
+    kills_for_memory = False  # something else enforces the memory limit, by SIGKILL
 
+    @abstractmethod
     def ended(self, *, wait: bool = False) -> Ended | None:
-        """How it ended, None while it runs; a SandboxError if nobody knows any more."""
+        """The end, None while it runs; a SandboxError if nobody knows any more."""
 
+    @abstractmethod
     def kill(self) -> Ended | None:
         """Kill all its processes and wait until they are gone; nothing happens where that was done.
 
-        Returns how it ended, None if nobody knows.
+        Returns its end, None if nobody knows.
         """
 
+    def close(self) -> None:
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
 
-class Command:
+
+class Command(Holder):
     """A sandbox that a back end's command line has set up.
 
     It dies with the thread that started it, so a thread that ends early must not start a server. Its standard input is
@@ -97,8 +118,7 @@ class Command:
             self._await_ready()
         except BaseException:
             self.kill()
-            for pipe in (self.stdin, self.stdout, self.stderr):
-                pipe.close()
+            self.close()
             raise
         # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
         self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
@@ -127,7 +147,6 @@ class Command:
         return self._ended
 
     def _await_ready(self) -> None:
-        """Wait until the sandbox is set up; then the program's time begins."""
         text, until = b"", time.monotonic() + SETUP_SECONDS
         while len(text) < len(READY):
             if not wait_for(self.stdout.fileno(), until - time.monotonic()):
@@ -140,14 +159,12 @@ class Command:
             raise SandboxError(said[:_DETAIL] or f"{self._launch.command[0]} ended without a word")
 
     def said(self) -> bytes:
-        """Its standard error until now, for an unexpected end."""
         said = b""
         while wait_for(self.stderr.fileno(), _SAID_SECONDS) and (more := os.read(self.stderr.fileno(), 1 << 16)):
             said += more
         return said
 
     def _ends_by_itself(self) -> bool:
-        """Whether the process that holds the sandbox ends shortly."""
         if self._process.returncode is not None:
             return True
         holder = os.pidfd_open(self._process.pid)
@@ -158,7 +175,7 @@ class Command:
 
 
 def kill_first_process(pidfd: int) -> None:
-    """Kill the first process of a PID namespace, wait until it and all others are gone, and close its descriptor."""
+    """Kill the first process of a PID namespace, wait until all are gone, and close its descriptor."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     if not wait_for(pidfd, _END_SECONDS):
@@ -188,39 +205,27 @@ class SandboxedProcess:
 
     Calls wait no longer than its limits allow: they raise `LimitExceeded` after killing it. As a context manager it is
     killed and reaped at the end.
-
-    Attributes:
-        limits: The program's limits.
-        stderr: What has been read from its standard error; calls that wait read it.
-        cpu_seconds: User and system time of all its processes, including the setup; 0 until its end.
-        exit_code: 128 + the number of a signal; None until it has ended by itself.
     """
 
-    def __init__(self, holder: SandboxHolder, limits: Limits):
+    def __init__(self, holder: Holder, limits: Limits):
         self.limits = limits
-        self.stderr = bytearray()
-        self.cpu_seconds = 0.0
-        self.exit_code: int | None = None
+        self.stderr = bytearray()  # as far as read, by calls that wait
+        self.cpu_seconds = 0.0  # user and system time of all its processes, with the setup; 0 until its end
+        self.exit_code: int | None = None  # 128 + the number of a signal; None until it has ended by itself
         self._holder = holder
         self._last_usage = Usage()
         self._chunks: list[bytes] = []
         self._written = 0  # bytes of standard output
-        self._started = self._renewed = self._waited = self._looked = time.monotonic()
+        self._renewed = self._waited = self._looked = time.monotonic()
         self._cpu_before = self._starved_before = 0.0  # when it was renewed
-        self._deadline = self._started + limits.wall_seconds
+        self._deadline = self._renewed + limits.wall_seconds
         self._selector = selectors.DefaultSelector()
-        self._selector.register(holder.stdout, selectors.EVENT_READ, partial(self._read, self._keep_output))
+        self._selector.register(holder.stdout, selectors.EVENT_READ, partial(self._read, self._chunks.append))
         self._selector.register(holder.stderr, selectors.EVENT_READ, partial(self._read, self.stderr.extend))
 
     @property
     def pid(self) -> int:
-        """The host's process whose descendants are the sandbox's."""
         return self._holder.pid
-
-    @property
-    def wall_seconds(self) -> float:
-        """Time since the program started."""
-        return time.monotonic() - self._started
 
     @property
     def used_its_cpu_seconds(self) -> bool:
@@ -232,12 +237,9 @@ class SandboxedProcess:
         self.limits = replace(self.limits, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
         self._renewed = self._waited = time.monotonic()
         self._deadline = self._renewed + wall_seconds
-        self._cpu_before, self._starved_before = self.usage().cpu_seconds, starved_seconds(self.pid)
+        self._cpu_before, self._starved_before = usage_of(self.pid).cpu_seconds, starved_seconds(self.pid)
         self._written = 0
         self.stderr.clear()
-
-    def usage(self) -> Usage:
-        return usage_of(self.pid)
 
     def send(self, data: bytes) -> None:
         """Write to its standard input; a BrokenPipeError if it has closed that. Its output is kept for `receive`."""
@@ -292,21 +294,19 @@ class SandboxedProcess:
         # Killed processes of a PID namespace are reaped without being counted.
         self.cpu_seconds = max(ended.cpu_seconds if ended else 0.0, self._last_usage.cpu_seconds)
         self._selector.close()
-        self._read_last_errors()
-        for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
-            with contextlib.suppress(OSError):
-                pipe.close()
+        # Such as why it ended. It may be closed, or empty and in use by a process that got away.
+        with contextlib.suppress(ValueError, BlockingIOError):
+            os.set_blocking(self._holder.stderr.fileno(), False)
+            self.stderr += os.read(self._holder.stderr.fileno(), _CHUNK)
+        self._holder.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.kill()
 
     def _pump(self, done: Callable[[], bool]) -> None:
-        """Move bytes until something is done, within the limits."""
         # While its host was busy elsewhere, e.g. with the process that asks it, its time stood still.
         idle = time.monotonic() - self._waited
         self._deadline, self._renewed = self._deadline + idle, self._renewed + idle
@@ -319,19 +319,10 @@ class SandboxedProcess:
     def _read(self, keep: Callable[[bytes], None], pipe: IO[bytes]) -> None:
         if data := os.read(pipe.fileno(), _CHUNK):
             keep(data)
+            self._written += len(data) if pipe is self._holder.stdout else 0
         else:
             self._selector.unregister(pipe)
             pipe.close()
-
-    def _keep_output(self, data: bytes) -> None:
-        self._chunks.append(data)
-        self._written += len(data)
-
-    def _read_last_errors(self) -> None:
-        """Read what is left of its standard error, such as why it ended."""
-        with contextlib.suppress(ValueError, BlockingIOError):  # it is closed, or empty and in use by who got away
-            os.set_blocking(self._holder.stderr.fileno(), False)
-            self.stderr += os.read(self._holder.stderr.fileno(), _CHUNK)
 
     def _check_limits(self) -> None:
         if max(self._written, len(self.stderr)) > self.limits.output_bytes:
@@ -340,7 +331,7 @@ class SandboxedProcess:
         if now - self._looked < _POLL:
             return
         self._looked = now
-        usage = self._last_usage = self.usage()
+        usage = self._last_usage = usage_of(self.pid)
         if found := self.limits.exceeded_by(replace(usage, cpu_seconds=usage.cpu_seconds - self._cpu_before)):
             self._exceeded(*found)
         if memory_is_exhausted():
@@ -353,3 +344,145 @@ class SandboxedProcess:
     def _exceeded(self, status: Exceeded, detail: str, *, load: bool = False) -> None:
         self.kill()
         raise LimitExceeded(status, detail, load=load)
+
+
+_LOOP: Final = Path(__file__).with_name("fork_loop.py")
+_LONGEST_REPORT: Final = 4096
+
+
+@dataclass(frozen=True)
+class ForkedPython:
+    imports: tuple[str, ...]  # modules of the standard library
+    modules: tuple[tuple[str, CodeType], ...]  # names and code of further ones, run once, before any process is forked
+    program: str  # Python statements that each process runs then, in one line
+
+
+class ForkServer:
+    """An interpreter in a sandbox that forks sandboxed processes, one at a time; used in the thread that made it.
+
+    A SandboxError if it cannot be set up, as under a back end without namespaces.
+    """
+
+    def __init__(self, backend: Backend, python: ForkedPython, *arguments: str):
+        command, readable = python_command()
+        text = f"{_LOOP.read_text(encoding='utf-8')}\nrun()\n{python.program}\n"
+        launch = backend.launch_fork_server([*command, "-c", text, *arguments], view_of(readable))
+        if launch is None:
+            raise SandboxError(f"{backend.name} gives no rights to make namespaces")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(os.memfd_create("modules"), "wb") as file:
+            file.write(marshal.dumps((python.imports, python.modules)))
+            file.flush()
+            socket.send_fds(ours, [b"modules"], [file.fileno()])
+            try:
+                self._command = Command(launch, stdin=theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        ours.settimeout(SETUP_SECONDS)
+        self._control = ours
+        self._prepared: _Fork | None = None
+        self._limits: Limits | None = None  # of the last process
+        self.close = weakref.finalize(self, _close, self._command, ours)
+        self.close.atexit = False  # it dies with its thread, and an exit may be that of a fork of this process
+
+    @property
+    def pid(self) -> int:
+        return self._command.pid
+
+    def fork(self, limits: Limits) -> SandboxedProcess:
+        """A new process within limits; a SandboxError if there is none, after which the server is of no use."""
+        try:
+            fork = self._taken_prepared(limits)
+            if fork is None:
+                fork = _Fork(self._control, limits)
+                fork.await_ready()
+        except (OSError, SandboxError) as error:
+            said = self._command.said().decode(errors="replace").strip().splitlines()
+            raise SandboxError(f"no process can be forked: {said[-1] if said else error}") from error
+        self._limits = limits
+        return SandboxedProcess(fork, limits)
+
+    def prepare(self) -> None:
+        """Have the next process made from now on, within the limits of the last one; `fork` then gives that."""
+        if self._prepared is None and self._limits is not None:
+            with contextlib.suppress(OSError):  # `fork` will tell
+                self._prepared = _Fork(self._control, self._limits)
+
+    def _taken_prepared(self, limits: Limits) -> _Fork | None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.await_ready()
+            if prepared.limits != limits or wait_for(prepared.first, 0):  # it has ended
+                prepared.kill()
+                prepared.close()
+                return None
+        return prepared
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+
+class _Fork(Holder):
+    def __init__(self, control: socket.socket, limits: Limits):
+        self.limits = limits
+        self.pid = self.first = -1
+        self._end: Ended | None = None
+        request = json.dumps({"scratch_bytes": limits.scratch_bytes, "resources": limits.resources()})
+        (stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr) = (os.pipe() for _ in range(3))
+        self.stdin = os.fdopen(to_stdin, "wb", 0)
+        self.stdout, self.stderr = os.fdopen(from_stdout, "rb", 0), os.fdopen(from_stderr, "rb", 0)
+        # What holds the process in the sandbox writes there, and nobody else does.
+        self._report, reports = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._report.settimeout(SETUP_SECONDS)
+        try:
+            socket.send_fds(control, [request.encode()], [stdin, stdout, stderr, reports.fileno()])
+        except OSError:
+            self.close()
+            raise
+        finally:
+            for end in (stdin, stdout, stderr):
+                os.close(end)
+            reports.close()  # so that reports end with those who write them
+
+    def await_ready(self) -> None:
+        try:
+            said, descriptors, _, _ = socket.recv_fds(self._report, _LONGEST_REPORT, 1)
+            if said != b"ready" or not descriptors:
+                raise SandboxError(said.decode(errors="replace") or "its sandbox was not set up")
+            (self.first,) = descriptors
+            os.set_inheritable(self.first, False)
+            lines = Path(f"/proc/self/fdinfo/{self.first}").read_text().splitlines()
+            # -1 where it has ended.
+            self.pid = next(int(line.partition(":")[2]) for line in lines if line.startswith("Pid:"))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        self._report.close()
+
+    def ended(self, *, wait: bool = False) -> Ended | None:
+        if self._report.fileno() >= 0 and wait_for(self._report.fileno(), SETUP_SECONDS if wait else 0):
+            with self._report, contextlib.suppress(ValueError):  # no numbers, but an error or nothing
+                self._end = Ended(*json.loads(self._report.recv(_LONGEST_REPORT)))
+        if self._report.fileno() < 0 and self._end is None:
+            raise SandboxError("what held the sandbox ended before it")
+        return self._end
+
+    def kill(self) -> Ended | None:
+        if self.first >= 0:
+            first, self.first = self.first, -1
+            kill_first_process(first)
+        self._report.close()  # a report on a killed one counts no CPU time
+        return self._end
+
+
+def _close(command: Command, control: socket.socket) -> None:
+    control.close()
+    command.kill()
+    command.close()

@@ -1,6 +1,4 @@
-"""Scoring samples on their tasks' tests: equal programs once, several at a time, and again alone where a busy machine
-may be the cause; and scoring into a file, which an interrupted scoring resumes.
-"""
+"""Scoring of samples on the tests of their tasks: equal programs once, several at a time, in doubt again alone."""
 
 from __future__ import annotations
 
@@ -11,15 +9,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Final
 
 from tqdm import tqdm
 
 from ...errors import InputError
-from ...files import JsonlWriter, exclusive, json_lines, read_jsonl, write_text
+from ...files import exclusive, json_lines, read_jsonl, write_text
 from ..records import Language, Sample, Task, Verdict
-from ..run_folder import Lines, Queue, own_part, part_files, sample_key
+from ..run_folder import Lines, part_files, sample_key, work
 from ..sandbox import Limits, Sandbox, SandboxError
 from .java_and_javascript import JAVA, JAVASCRIPT
 from .python import PYTHON
@@ -48,11 +47,8 @@ def score(
     Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
     runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
     the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
-    Otherwise the status ``sandbox_error`` remains: it says nothing about the program.
-
-    Raises:
-        ValueError: A sample's task is not among the tasks, or has tests that cannot be run.
-        SandboxError: Programs of a language cannot be checked on this machine.
+    Otherwise the status ``sandbox_error`` remains. A ValueError for a sample without a task, or with tests that cannot
+    be run; a SandboxError where programs of a language cannot be checked on this machine.
     """
     programs = dict.fromkeys((sample.task_id, sample.completion) for sample in samples)
     if unknown := sorted({task_id for task_id, _ in programs} - tasks.keys()):
@@ -71,17 +67,17 @@ def score(
     results |= board.check_alone(doubtful)
     results |= board.check_alone([key for key, result in results.items() if result.status == "sandbox_error"])
     results |= _settle_sandbox_errors(board, tasks, results)
-    keys = ((sample, (sample.task_id, sample.completion)) for sample in samples)
+    found = (results[sample.task_id, sample.completion] for sample in samples)
     return [
-        Verdict(one.task_id, one.index, results[key].status, results[key].detail, results[key].outputs)
-        for one, key in keys
+        Verdict(sample.task_id, sample.index, result.status, result.detail, result.outputs)
+        for sample, result in zip(samples, found)
     ]
 
 
 def _settle_sandbox_errors(
     board: _Board, tasks: Mapping[str, Task], results: Mapping[_Key, Result]
 ) -> dict[_Key, Result]:
-    """The results of programs that are the cause of a ``sandbox_error``.
+    """Return the results of programs that are the cause of a ``sandbox_error``.
 
     Else a program could leave its task's pool by returning what the tests' process breaks down at. That the process
     does not break down by itself is shown by a program of the same task that passes: another sample, or the reference
@@ -102,53 +98,45 @@ def _settle_sandbox_errors(
 
 
 class _Board:
-    """Hands programs out to worker threads, each with runners of its own."""
-
     def __init__(self, tasks: Mapping[str, Task], sandbox: Sandbox, limits: Limits | None):
         self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
 
     def check_alone(self, keys: Sequence[_Key]) -> dict[_Key, Result]:
-        """The results of programs, one at a time, with patience and each with processes that no other has used."""
+        """Check programs one at a time, with patience and each with processes that no other has used."""
         return {key: result for one in keys for key, result in self.check([one], 1, patience=_PATIENCE).items()}
 
     def check(
         self, keys: Sequence[_Key], workers: int, on_done: Callable[[], object] = lambda: None, patience: int = 1
     ) -> dict[_Key, Result]:
-        """The results of programs; an exception in one worker ends all after their current program."""
+        """Check programs; an exception in one worker ends all after their current program."""
         waiting, lock, stopped = iter(keys), threading.Lock(), threading.Event()
         results: dict[_Key, Result] = {}
         errors: list[BaseException] = []
 
-        def work() -> None:
-            with ExitStack() as stack:
-                runners: dict[Language, Runner] = {}
-                while not stopped.is_set():
-                    with lock:
-                        key = next(waiting, None)
-                    if key is None:
-                        return
-                    task = self._tasks[key[0]]
-                    if task.language not in runners:
-                        runners[task.language] = stack.enter_context(self._runner(task.language, patience))
-                    try:
-                        results[key] = runners[task.language].check(task, key[1])
-                    except BrokenServerError as error:
-                        own = error.result
-                        results[key] = Result("sandbox_error", str(error), own.load, status_if_at_fault=own.status)
-                    except SandboxError as error:
-                        results[key] = Result("sandbox_error", str(error))
-                    with lock:
-                        on_done()
-
-        def guarded_work() -> None:
+        def check_all() -> None:
             try:
-                work()
+                with ExitStack() as stack:
+                    runners: dict[Language, Runner] = {}
+                    while not stopped.is_set():
+                        with lock:
+                            key = next(waiting, None)
+                        if key is None:
+                            return
+                        task = self._tasks[key[0]]
+                        if task.language not in runners:
+                            support = LANGUAGES[task.language]
+                            limits = self._limits or support.limits
+                            limits = replace(limits, wall_seconds=patience * limits.wall_seconds)
+                            runners[task.language] = stack.enter_context(support.runner(self._sandbox, limits))
+                        results[key] = _checked(runners[task.language], task, key[1])
+                        with lock:
+                            on_done()
             except BaseException as error:
                 errors.append(error)
                 stopped.set()
 
         # Daemons: after Ctrl-C nobody waits for them, and their sandboxes die with them.
-        threads = [threading.Thread(target=guarded_work, daemon=True) for _ in range(min(workers, len(keys)))]
+        threads = [threading.Thread(target=check_all, daemon=True) for _ in range(min(workers, len(keys)))]
         try:
             for thread in threads:
                 thread.start()
@@ -160,14 +148,18 @@ class _Board:
             raise errors[0]
         return results
 
-    def _runner(self, language: Language, patience: int) -> Runner:
-        support = LANGUAGES[language]
-        limits = self._limits or support.limits
-        return support.runner(self._sandbox, replace(limits, wall_seconds=patience * limits.wall_seconds))
+
+def _checked(runner: Runner, task: Task, completion: str) -> Result:
+    try:
+        return runner.check(task, completion)
+    except BrokenServerError as error:
+        own = error.result
+        return Result("sandbox_error", str(error), own.load, status_if_at_fault=own.status)
+    except SandboxError as error:
+        return Result("sandbox_error", str(error))
 
 
 def usable_cpus() -> int:
-    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -192,13 +184,8 @@ def judge(
 
     Existing lines are kept where program, tests, limits, the language's version and the meaning of verdicts are the
     same; a ``sandbox_error`` is scored again. Lines are appended as they come. At the end the file has one line for
-    each of these samples, in their order, and then one for each other sample that it had.
-
-    Returns:
-        A verdict per sample, in their order.
-
-    Raises:
-        InputError: The file holds something other than results, or another process scores into it.
+    each of these samples, in their order as the returned verdicts, and then one for each other sample that it had. An
+    InputError where the file holds something other than results, or another process scores into it.
     """
     workers = workers or usable_cpus()
     by_id = {task.task_id: task for task in tasks}
@@ -209,7 +196,6 @@ def judge(
     known: dict[tuple[Any, ...], Verdict] = {}
 
     def left(part: Sequence[Sample]) -> list[Sample]:
-        """The samples without a verdict in the files."""
         if not all(_identity(sample, programs[sample]) in known for sample in part):
             known.update(_known(path, lines.new()))
         return [sample for sample in part if _identity(sample, programs[sample]) not in known]
@@ -220,25 +206,16 @@ def judge(
             known[_identity(sample, programs[sample])] = verdict
             yield _line(verdict, programs[sample])
 
-    chosen: Iterator[list[Sample]]
-    with ExitStack() as stack:
-        in_order = sorted(samples, key=lambda sample: order[programs[sample]])
-        if shared:
-            file = stack.enter_context(own_part(path))
-            parts = list(_parts(in_order, programs, _PROGRAMS_AT_ONCE))
-            queue = stack.enter_context(Queue(path.with_name(f".{path.name}.claims"), len(parts)))
-            chosen = (parts[number] for number in queue.numbers(lambda number: not left(parts[number])))
-        else:
-            held = InputError(f"another process scores into {path}; wait for it, or name another `out`")
-            stack.enter_context(exclusive(path, held))
-            file = stack.enter_context(JsonlWriter(path))
-            chosen = _parts(left(in_order), programs, _PROGRAMS_AT_ONCE * workers)
+    in_order = sorted(samples, key=lambda sample: order[programs[sample]])
+    parts = list(_parts(in_order, programs, _PROGRAMS_AT_ONCE * (1 if shared else workers)))
+    held = InputError(f"another process scores into {path}; wait for it, or name another `out`")
+    with work(path, len(parts), lambda number: not left(parts[number]), shared=shared, held=held) as (file, numbers):
         there = len(samples) - len(left(in_order))
-        bar = stack.enter_context(tqdm(total=len(samples), initial=there, desc="score", unit="sample", disable=None))
-        for part in chosen:
-            todo = left(part) if shared else part
-            file.write(scored(todo))
-            bar.update(len(todo))
+        with tqdm(total=len(samples), initial=there, desc="score", unit="sample", disable=None) as bar:
+            for number in numbers:
+                todo = left(parts[number])
+                file.write(scored(todo))
+                bar.update(len(todo))
         known.update(_known(path, lines.new()))  # what others have scored
         found = [known[_identity(sample, programs[sample])] for sample in samples]
         results = [_line(verdict, programs[sample]) for verdict, sample in zip(found, samples, strict=True)]
@@ -254,10 +231,6 @@ def _line(verdict: Verdict, program: str) -> dict[str, Any]:
 
 
 def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """Have a file hold these lines, followed by the latest line of each other sample.
-
-    An interruption leaves the old lines, of which the last of a sample counts.
-    """
     found = list(read_jsonl(path)) if path.exists() else []
     others = {sample_key(line): line for line in found if {"task_id", "index"} <= line.keys()}
     for line in lines:
@@ -267,37 +240,27 @@ def _compact(path: Path, lines: Sequence[dict[str, Any]]) -> None:
         write_text(path, json_lines(wanted))
 
 
-def _parts(left: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
-    """The samples in parts of `count` different programs; equal programs are in one part."""
-    part: list[Sample] = []
-    seen: set[str] = set()
-    for sample in left:
-        if programs[sample] not in seen and len(seen) == count:
-            yield part
-            part, seen = [], set()
-        seen.add(programs[sample])
-        part.append(sample)
-    if part:
-        yield part
+def _parts(in_order: Sequence[Sample], programs: dict[Sample, str], count: int) -> Iterator[list[Sample]]:
+    """Divide samples, of which those of equal programs are neighbours, into parts of `count` different programs."""
+    groups = (list(group) for _, group in groupby(in_order, key=programs.__getitem__))
+    while together := list(islice(groups, count)):
+        yield [sample for group in together for sample in group]
 
 
 def _known(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], Verdict]]:
-    """Verdicts among the lines of result files that need not be formed again."""
     for line in lines:
         if "status" not in line:
             raise InputError(f"{path} holds lines that are no results; name another `out`")
-        if line.get("status") != "sandbox_error" and {"task_id", "index", "status", "program"} <= line.keys():
+        if line["status"] != "sandbox_error" and {"task_id", "index", "program"} <= line.keys():
             own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
-            verdict = Verdict(*own)
-            yield (verdict.task_id, verdict.index, line["program"]), verdict
+            yield _identity(verdict := Verdict(*own), line["program"]), verdict
 
 
-def _identity(sample: Sample, program: str) -> tuple[Any, ...]:
-    return sample.task_id, sample.index, program
+def _identity(one: Sample | Verdict, program: str) -> tuple[Any, ...]:
+    return one.task_id, one.index, program
 
 
 def _digest(task: Task, sample: Sample, limits: Limits | None) -> str:
-    """A hash of all that decides a sample's verdict."""
     language = LANGUAGES[task.language]
     content = asdict(task) | {
         "completion": sample.completion,

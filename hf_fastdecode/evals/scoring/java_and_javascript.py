@@ -38,14 +38,13 @@ class JavaRunner(PairRunner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """A ValueError where the task's stem does not end with the signature of a static method."""
-        stand_in = _stand_in(task)
+        forwarder = _forwarder(task)
         tests = "\n".join(task.tests)
         compiled = self._compiled(f"{task.program(completion)}\n{tests}")
         if isinstance(compiled, Result):
             return compiled
-        program: list[bytes | str] = [stand_in.holder, stand_in.name, ",".join(stand_in.types), *compiled]
-        return self._tested(program, ["test", stand_in.source + tests])
+        program: list[bytes | str] = [forwarder.holder, forwarder.name, ",".join(forwarder.types), *compiled]
+        return self._tested(program, ["test", forwarder.source + tests])
 
     def _compiled(self, source: str) -> list[bytes] | Result:
         """Names and contents of a program's classes in turn; or the result where there are none."""
@@ -101,12 +100,12 @@ def _parts(home: Path) -> list[Path]:
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
 
 
-def _stand_in(task: Task) -> StandIn:
+def _forwarder(task: Task) -> Forwarder:
     require_tests(task)
-    return StandIn.of_stem(task.stem)
+    return Forwarder.of_stem(task.stem)
 
 
-JAVA: Final = LanguageSupport(JavaRunner, Limits(), _java_missing, _stand_in, partial(command_version, "java"))
+JAVA: Final = LanguageSupport(JavaRunner, Limits(), _java_missing, _forwarder, partial(command_version, "java"))
 
 
 _SIGNATURE: Final = re.compile(
@@ -117,20 +116,14 @@ _SIGNATURE: Final = re.compile(
 )
 _COMMENT: Final = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _BOXED: Final = {
-    "int": "Integer",
-    "long": "Long",
-    "double": "Double",
-    "float": "Float",
-    "short": "Short",
-    "byte": "Byte",
-    "char": "Character",
-    "boolean": "Boolean",
+    **{"int": "Integer", "long": "Long", "double": "Double", "float": "Float"},
+    **{"short": "Short", "byte": "Byte", "char": "Character", "boolean": "Boolean"},
 }
 
 
 @dataclass(frozen=True)
-class StandIn:
-    """A class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
+class Forwarder:
+    """The class that tests call instead of the program's: the static method of a stem, passing its arguments on."""
 
     holder: str  # the class
     name: str  # of the method
@@ -139,7 +132,7 @@ class StandIn:
 
     @classmethod
     def of_stem(cls, stem: str) -> Self:
-        """For the method that a stem leaves open: imports, a class and a static method's signature up to its brace."""
+        """Make it for the method that a stem leaves open, of which it has the signature up to the brace."""
         found = _SIGNATURE.search(_COMMENT.sub(" ", stem))
         if found is None:
             raise ValueError(f"a stem in Java must end with the signature of a static method, got {stem[-80:]!r}")
@@ -152,7 +145,6 @@ class StandIn:
 
 
 def _split(parameters: str) -> list[str]:
-    """Parameters, separated by the commas outside of type arguments."""
     parts, depth = [""], 0
     for letter in parameters:
         depth += (letter == "<") - (letter == ">")
@@ -180,7 +172,6 @@ class JavaScriptRunner(PairRunner):
     """Checks programs as CommonJS modules, each in a new process."""
 
     def _check(self, task: Task, completion: str) -> Result:
-        """A ValueError where the task has no tests or names no function."""
         _check_task(task)
         return self._tested([task.program(completion), task.entry_point], ["\n".join(task.tests), task.entry_point])
 
@@ -188,10 +179,6 @@ class JavaScriptRunner(PairRunner):
         node = Path(shutil.which("node") or "").resolve()
         command = [str(node), f"--max-old-space-size={_HEAP_MIB}", str(_JAVASCRIPT_FOLDER / _SCRIPTS[role])]
         return ["/bin/sh", "-c", _MOVE_STREAMS, "sh", *command], [node, _JAVASCRIPT_FOLDER]
-
-
-def _javascript_missing() -> str | None:
-    return None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)"
 
 
 def _check_task(task: Task) -> None:
@@ -203,5 +190,9 @@ def _check_task(task: Task) -> None:
 
 
 JAVASCRIPT: Final = LanguageSupport(
-    JavaScriptRunner, Limits(), _javascript_missing, _check_task, partial(command_version, "node")
+    JavaScriptRunner,
+    Limits(),
+    lambda: None if shutil.which("node") else "JavaScript programs need node; install it (apt install nodejs)",
+    _check_task,
+    partial(command_version, "node"),
 )

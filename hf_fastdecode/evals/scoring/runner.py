@@ -1,5 +1,4 @@
-"""Checking completions of a language: the interface of its runner, and the runner with two processes, one for each
-program and one for the tests.
+"""Runners that check completions of a language: their interface, and one with two processes, for program and tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
 as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is answer calls.
@@ -10,7 +9,6 @@ Messages are lists of byte strings over standard input and output.
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import shutil
 import struct
@@ -38,14 +36,11 @@ class Result:
 
     @classmethod
     def exceeded(cls, error: LimitExceeded) -> Result:
-        """The result of a program that exceeded a limit."""
         return cls(error.status, error.detail, error.load)
 
 
 class BrokenServerError(SandboxError):
-    """The process of the tests ended or met a limit while it dealt with a program, which may be the cause; `result` is
-    then the program's.
-    """
+    """The tests' process ended or met a limit. If the program is the cause, its result is `result`."""
 
     def __init__(self, result: Result):
         super().__init__(f"the tests' process broke down: {result.detail}")
@@ -71,7 +66,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class LanguageSupport:
-    """How programs of a language are checked."""
+    """The runner, limits and checks of a language."""
 
     runner: Callable[[Sandbox, Limits], Runner]
     limits: Limits  # by default
@@ -80,7 +75,7 @@ class LanguageSupport:
     version: Callable[[], str] = lambda: ""  # of what runs programs; empty where that is missing
 
     def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
-        """Limits with other times where they are given; the wall-clock limit is at least three times the CPU time."""
+        """Replace the times that are given; by default the wall-clock limit is at least three times the CPU time."""
         own = self.limits
         cpu = cpu_seconds or own.cpu_seconds
         wall = wall_seconds or max(own.wall_seconds, 3 * cpu)
@@ -95,7 +90,7 @@ def require_tests(task: Task) -> None:
 
 @cache
 def command_version(command: str) -> str:
-    """The first line that a command says of its version; empty where it is missing or says nothing."""
+    """Return the first line of a command's ``--version``; empty where it is missing or prints nothing."""
     path = shutil.which(command)
     if path is None:
         return ""
@@ -128,7 +123,6 @@ class PairRunner(ABC):
         self._server_is_new = True
 
     def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests; see `Runner`."""
         try:
             return self._check(task, completion)
         except SandboxError:
@@ -141,15 +135,11 @@ class PairRunner(ABC):
 
     @abstractmethod
     def _check(self, task: Task, completion: str) -> Result:
-        """The work of `check`, by `_tested`."""
+        """Check a completion by `_tested`."""
 
     @abstractmethod
     def _launch(self, role: Role) -> tuple[list[str], list[Path]]:
-        """The command of a process, and the paths that it reads."""
-
-    def _modules(self, role: Role) -> bytes:
-        """Bytes that a process must read before it can say ``started``."""
-        return b""
+        """Give the command of a process, and the paths that it reads."""
 
     def close(self) -> None:
         """End the process of the tests; the next check starts another."""
@@ -164,7 +154,7 @@ class PairRunner(ABC):
         self.close()
 
     def _running_server(self, cpu_seconds: float, wall_seconds: float) -> Peer:
-        """The process of the tests, with so much time for its next request."""
+        """Give the tests' process so much time for its next request; start one if need be."""
         if self._server is None:
             self._server = self._start("server", replace(self._limits, cpu_seconds=_NO_LIMIT))
             self._server_is_new = True
@@ -175,8 +165,6 @@ class PairRunner(ABC):
         process = self._open(role, limits)
         peer = Peer(process, self._longest)
         try:
-            with contextlib.suppress(BrokenPipeError):  # it says why in place of ``started``
-                process.send(self._modules(role))
             if (said := peer.receive()) != [b"started"]:
                 raise EOFError(one_line(b" ".join(said)))
         except (EOFError, LimitExceeded) as error:
@@ -238,30 +226,29 @@ class PairRunner(ABC):
         if gone is not None:
             return gone
         kind, detail, said, outputs = [*message, b"", b"", b"", b""][:4]
-        if kind == b"fail":
-            return Result("fail", one_line(detail), outputs=outputs.decode())
-        if kind == b"unjudged":
-            return Result("unjudged", one_line(detail))
-        if kind == b"memory":
-            return self._attributed(Result("memory", one_line(detail)))
-        if kind != b"pass":
-            raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
-        if not secrets.compare_digest(said, nonce):
-            raise SandboxError("the tests' process gave a wrong nonce")
-        return Result("pass", outputs=outputs.decode())
+        match kind:
+            case b"fail":
+                return Result("fail", one_line(detail), outputs=outputs.decode())
+            case b"unjudged":
+                return Result("unjudged", one_line(detail))
+            case b"memory":
+                return self._attributed(Result("memory", one_line(detail)))
+            case b"pass" if secrets.compare_digest(said, nonce):
+                return Result("pass", outputs=outputs.decode())
+            case b"pass":
+                raise SandboxError("the tests' process gave a wrong nonce")
+        raise SandboxError(f"the tests cannot be run: {one_line(detail)}")
 
     def _server_failed(self, server: Peer, error: EOFError | OSError | LimitExceeded, what: str) -> Result:
-        """The result of a program with which the server has ended or met a limit while it did ``what``."""
         if not isinstance(error, LimitExceeded):
             return self._attributed(_ended(server.process, f"{what} ended"))
         return self._attributed(Result(error.status, f"{what} {error.detail}", error.load))
 
     def _attributed(self, result: Result) -> Result:
-        """The result of a program with which the server failed, if nothing else can be the cause; else a
-        BrokenServerError.
+        """Return the result if only the program can be the cause, else raise it in a BrokenServerError.
 
-        A limit on what the server itself uses, met in a new process, is the program's: its values or its source are
-        all that was there. Otherwise the machine may be the cause, or an earlier program.
+        A limit that a new server meets by what it uses itself is the program's: its values or its source are all that
+        was there. Otherwise the machine may be the cause, or an earlier program.
         """
         certain = self._server_is_new and not result.load and result.status != "fail"
         self.close()
@@ -271,7 +258,7 @@ class PairRunner(ABC):
 
 
 def _asked(candidate: Peer, when: str, *request: bytes | str) -> list[bytes] | Result:
-    """A candidate's answer, at least one part; or the result where it gives none."""
+    """Return a candidate's answer, at least one part; or the result where it gives none."""
     try:
         candidate.send(*request)
         return candidate.receive() or [b"error", b"the program wrote over its answer"]
@@ -282,7 +269,6 @@ def _asked(candidate: Peer, when: str, *request: bytes | str) -> list[bytes] | R
 
 
 def _ended(process: SandboxedProcess, detail: str) -> Result:
-    """The result of a program that left its process."""
     try:
         code = process.wait()
     except LimitExceeded as error:
@@ -310,7 +296,8 @@ class Peer:
     def send(self, *parts: bytes | str) -> None:
         """Send a message; a BrokenPipeError if the process has ended."""
         encoded = [part.encode(errors="replace") if isinstance(part, str) else part for part in parts]
-        self.process.send(b"".join([_number(len(encoded)), *(_number(len(one)) + one for one in encoded)]))
+        sized = (struct.pack(">I", len(one)) + one for one in encoded)
+        self.process.send(struct.pack(">I", len(encoded)) + b"".join(sized))
 
     def receive(self) -> list[bytes]:
         """The next message; an EOFError if the process closed its output, as by ending."""
@@ -338,10 +325,6 @@ class Peer:
 
 
 def one_line(text: bytes | str) -> str:
-    """The words of a foreign process, as one line of at most 300 letters."""
+    """Shorten the output of a foreign process to a line of at most 300 letters."""
     said = text if isinstance(text, str) else text.decode(errors="replace")
     return " ".join(said.split())[:300]
-
-
-def _number(value: int) -> bytes:
-    return struct.pack(">I", value)

@@ -20,7 +20,6 @@ from .plain import (
     is_plain,
     loads,
     mutable_parts,
-    no_handle,
 )
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -28,17 +27,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-# What follows says of the classes of the program's objects what `remote` makes classes of its own from. A description
-# decides which operations of an object are sent back to the program, and no more.
 _OWN_TESTS = ("unittest", "doctest")  # whose exceptions steer the run of tests
 
 
 def described(kind: Any, number_of: Any) -> list[Any]:
-    """A class as plain data: ``object``, its name, its own special methods, those that compare with objects of its own
-    class only, and its name among the classes of builtins.
+    """Describe a class to `remote`, which sends operations of its objects back to the program accordingly.
 
-    Of exceptions ``exception``, the name, its bases by name or number, and its module if that is of the standard
-    library. `number_of` gives the number of a base, whose description must come first.
+    ``object``, its name, its own special methods, those that compare with objects of its own class only, and its name
+    among the classes of builtins. Of exceptions ``exception``, the name, its bases by name or number, and its module
+    if that is of the standard library. `number_of` gives the number of a base, whose description must come first.
     """
     module = str(getattr(kind, "__module__", ""))
     of_library = module.partition(".")[0] in sys.stdlib_module_names
@@ -49,18 +46,15 @@ def described(kind: Any, number_of: Any) -> list[Any]:
     methods = {name: own for name in SPECIALS if (own := _own_method(kind, name)) is not None}
     builtin = "type" if issubclass(kind, type) else str(kind.__name__) if module == "builtins" else ""
     is_method = builtin in ("method", "builtin_function_or_method")
-    narrow = [name for name in COMPARISONS if name in methods and (is_method or _is_generated(methods[name]))]
+    files = {name: getattr(getattr(own, "__code__", None), "co_filename", "") for name, own in methods.items()}
+    # The latter are made by `dataclasses`.
+    narrow = [name for name in COMPARISONS if name in methods and (is_method or files[name] == "<string>")]
     return ["object", str(kind.__name__), list(methods), narrow, builtin]
 
 
 def _own_method(kind: Any, name: str) -> Any:
     own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
     return None if own is vars(object).get(name) else own
-
-
-def _is_generated(method: Any) -> bool:
-    """Whether `dataclasses` made a method."""
-    return getattr(getattr(method, "__code__", None), "co_filename", "") == "<string>"
 
 
 def may_have_plain_instances(kind: Any) -> bool:
@@ -77,7 +71,7 @@ _OPERATIONS: dict[str, Any] = {
     "plain base": may_have_plain_instances,
     **{one.__name__: one for one in (getattr, setattr, delattr)},
 }
-
+_OF_SERVICE = ("names", "wait", "is_kind", "has_changed")
 
 _MOST_COPIED, _MOST_BYTES = 1000, 1 << 14  # containers that are watched, and bytes of a call with some
 
@@ -106,8 +100,6 @@ def main(messages: Messages) -> None:
 
 
 class _Service:
-    """Carries out requests, and keeps the objects that were sent as handles."""
-
     def __init__(self, scope: dict[str, Any]):
         self.scope = scope
         self.objects: list[Any] = []  # by number
@@ -121,7 +113,7 @@ class _Service:
         self.loop: Any = None
 
     def answer(self, request: bytes) -> bytes:
-        """Carry out a request: news of objects, changed operands, changed variables, what was printed, the outcome."""
+        """Carry out a request: news of objects, changed operands, changed variables, printed text, the outcome."""
         operation, *operands = loads(request, self.objects.__getitem__, ALL_NAMES)
         parts = mutable_parts(operands)
         before = self.contents(parts)
@@ -129,8 +121,8 @@ class _Service:
         if self.captures:
             sys.stdout = printed
         try:
-            result = self.operation(operation)(*operands)
-            outcome = ["value", result]
+            carry_out = getattr(self, operation) if operation in _OF_SERVICE else _OPERATIONS[operation]
+            outcome = ["value", carry_out(*operands)]
         except BaseException as error:
             outcome = ["raise", self.raised(error)]
         finally:
@@ -145,22 +137,15 @@ class _Service:
             content = self.dumps(["raise", [["ValueError"], str(error), [str(error)], {}, None]])
         if len(request) + len(content) <= _MOST_BYTES:
             self.note_copies(parts, outcome)
-        said = printed.getvalue()
         news, self.news = self.news, ([], [])
         narrowed, self.narrowed = sorted(self.narrowed), set()
-        rest = [*news, narrowed, changed_parts, changed, said]
-        return dumps([*rest, content], no_handle)
+        return dumps([*news, narrowed, changed_parts, changed, printed.getvalue(), content])
 
     def contents(self, parts: list[Any]) -> list[bytes]:
-        """The position and the content of each of some containers, which may hold others of them."""
         return [self.dumps([position, content_of(part)], parts) for position, part in enumerate(parts)]
 
-    def operation(self, name: str) -> Any:
-        return getattr(self, name) if name in ("names", "wait", "is_kind", "has_changed") else _OPERATIONS[name]
-
     def names(self, wanted: list[str], watched: list[str], captures: bool) -> list[tuple[str, Any]]:
-        """The program's variables that the tests use; from now on, changes of watched ones and printed text go with
-        each answer."""
+        """Give the program's variables; from now on, each answer has changes of watched ones, and printed text."""
         self.captures = captures
         found = [(name, self.scope[name]) for name in wanted if name in self.scope]
         plain = [name for name in watched if not callable(self.scope.get(name))]
@@ -168,11 +153,10 @@ class _Service:
         return found
 
     def is_kind(self, kind: Any, number: int) -> bool:
-        """Whether a class is the one that was described as the kind of this number."""
         return self.kinds.get(kind) == number
 
     def note_copies(self, parts: list[Any], outcome: list[Any]) -> None:
-        """Note the containers among a request's operands and in its result, as far as they are no more than some."""
+        """Note the containers among a request's operands and in its result, unless they are too many."""
         try:
             found = [*parts, *mutable_parts(outcome[1:], _MOST_COPIED)]
             if len(found) + len(self.copied) <= _MOST_COPIED:
@@ -181,11 +165,9 @@ class _Service:
             pass
 
     def has_changed(self) -> bool:
-        """Whether a container is no longer as the tests' copy of it was."""
         return any(self.dumps(content_of(part)) != content for part, content in self.copied)
 
     def changed_names(self) -> list[Any]:
-        """Names and contents of variables that changed."""
         found: list[Any] = []
         for name, before in self.watched.items():
             if name in self.scope and (after := self.dumps(self.scope[name])) != before:
@@ -194,7 +176,7 @@ class _Service:
         return found
 
     def wait(self, awaitable: Any) -> Any:
-        """Run a coroutine to its end, in a loop that goes on with its tasks the next time."""
+        """Run a coroutine to its end, in one loop for all, which keeps their tasks."""
         import asyncio
 
         async def result() -> Any:
@@ -206,7 +188,7 @@ class _Service:
         return self.loop.run_until_complete(result())
 
     def raised(self, error: BaseException) -> list[Any]:
-        """An exception: its builtin class or itself, classes that may stand for it, its text and arguments."""
+        """Describe an exception: its builtin bases, text, arguments and attributes; itself if of another class."""
         kind = type(error)
         name = builtin_name(kind)
         classes = list(filter(None, map(builtin_name, kind.__mro__)))
@@ -230,7 +212,6 @@ class _Service:
         return number
 
     def kind(self, kind: type) -> int:
-        """The number of a class, which is described the first time."""
         if kind not in self.kinds:
             description = described(kind, self.kind)
             self.kinds[kind] = len(self.kinds)

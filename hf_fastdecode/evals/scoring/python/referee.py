@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from .plain import Messages, is_mutable, loads, no_handle, refill
+from .plain import Messages, is_mutable, loads, refill
 from .remote import Link, Unjudged, Untrusted
 
 TYPE_CHECKING = False  # importing `typing` takes longer than most programs
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 
 
 def main(messages: Messages) -> None:
-    """Carry out the job of the first message."""
     messages.send(b"started")
     content, nonce = messages.receive()
-    job = loads(content, no_handle)
+    job = loads(content)
 
     def exchange(request: bytes) -> bytes:
         messages.send(b"call", request)
@@ -46,7 +45,8 @@ def main(messages: Messages) -> None:
     except BaseException as error:
         outputs = link.outputs()  # before the error's text, which may ask the program for more
         doubt = link.unjudged or _doubt(job, link)
-        status, line = _status(error), _line(error, sources)
+        status = b"memory" if isinstance(error, MemoryError) else b"fail"
+        status, line = b"broken" if isinstance(error, Unrunnable) else status, _line(error, sources)
         if doubt and status == b"fail" and not isinstance(error, Untrusted):
             status, line = b"unjudged", f"cannot be judged: {doubt} ({line})" if line != doubt else doubt
         messages.send(status, line.encode(errors="replace"), b"", outputs)
@@ -58,7 +58,7 @@ def main(messages: Messages) -> None:
 
 
 def _doubt(job: dict[str, Any], link: Link) -> str:
-    """Why tests that fail here might pass in one process; empty where nothing is known."""
+    """Say why tests that fail here might pass in one process; empty where nothing is known."""
     if link.narrowed:
         return f"objects of the program's {', '.join(sorted(link.narrowed))} came as plain data"
     if doubt := job["doubt"] or (job["doubt_of_objects"] if link.instances else ""):
@@ -82,13 +82,13 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     except Exception:
         scope.clear()  # a stem need not run by itself
     for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
-        del scope[name]
+        del scope[name]  # the program has its own
     wanted = [name for name in job["names"] if name not in scope]
     watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
     given: dict[str, Any] = {}
 
     def changed(name: str, value: Any) -> None:
-        """A variable of the program has another value; what the tests themselves bound to its name stays."""
+        """Follow a variable of the program, unless the tests themselves have bound its name."""
         if name not in watched or scope.get(name) is not given.get(name):
             return
         if type(scope.get(name)) is type(value) and is_mutable(value):
@@ -107,7 +107,7 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
 
 
 class Unrunnable(BaseException):
-    """The tests need what is not here, such as a module: this says nothing about the program."""
+    """The tests need something that is missing here, such as a module."""
 
 
 def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
@@ -121,7 +121,6 @@ def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
 
 
 def _of_stem(value: Any) -> bool:
-    """Whether the stem defines this class, or the class of this object: the program needs its own."""
     return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
 
 
@@ -158,7 +157,7 @@ def _passed(result: Any) -> bool:
 
 
 def _watched_results() -> list[Any]:
-    """A list of the results of all runs of `unittest` from now on, which tests need not look at."""
+    """Collect the results of all runs of `unittest` from now on, which tests need not look at."""
     import unittest
 
     run = unittest.TextTestRunner.run
@@ -172,14 +171,7 @@ def _watched_results() -> list[Any]:
     return results
 
 
-def _status(error: BaseException) -> bytes:
-    if isinstance(error, MemoryError):
-        return b"memory"
-    return b"broken" if isinstance(error, Unrunnable) else b"fail"
-
-
 def _line(error: BaseException, sources: dict[str, str]) -> str:
-    """The exception, and the line of the tests that it came from."""
     line, trace = "", error.__traceback__
     while trace is not None:
         if source := sources.get(name := trace.tb_frame.f_code.co_filename):

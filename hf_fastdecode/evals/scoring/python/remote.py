@@ -1,10 +1,10 @@
-"""The tests' side of a program in another process: requests, answers, stand-ins for objects, and a hash of answers.
+"""The tests' side of a program in another process: requests, answers, remote objects, and a hash of answers.
 
 The program's objects stay in its process, only plain data comes here.
 
-A stand-in has a class made from what the program says of its own, with the special methods that this has; each is sent
-to the program, as calls are. What the program's objects decide about values of the tests is never asked, since they
-could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
+A remote object has a class made from the program's description of its own, with its special methods; each is sent
+to the program, as calls are. Decisions of the program's objects about values of the tests are never asked for,
+since they could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def canonical(value: Any) -> str:
-    """A text of a value of `loads` that equal values share: 1, 1.0 and True, a list's items, a set's in any order.
+    """Return a text that equal values of `loads` share: 1, 1.0 and True, a list's items, a set's in any order.
 
     An object of the program is ``object``: to ask it for anything would run the program. The program chooses the name
     of its class, so only names of classes in the standard library's modules count.
@@ -51,7 +51,7 @@ def canonical(value: Any) -> str:
 
 
 def _real(value: Any) -> str:
-    """Equal numbers of any class have equal hashes and are nearest to the same float; few others share both."""
+    """Write a number as its hash and the nearest float, which equal numbers of any class share."""
     try:
         nearest = float(value) + 0.0  # -0.0 equals 0.0
     except OverflowError:
@@ -61,18 +61,14 @@ def _real(value: Any) -> str:
     return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
 
 
-def _complex(value: complex) -> str:
-    return _real(value.real) if value.imag == 0 else f"complex({_real(value.real)},{_real(value.imag)})"
-
-
 def _text(value: str) -> str:
-    """Without addresses, as of ``<generator object f at 0x7f01>``: they are others in each run."""
+    """Leave addresses out, as of ``<generator object f at 0x7f01>``: they differ from run to run."""
     first, *rest = value.split(" at 0x")
     return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in rest)]))
 
 
 def _range(value: range) -> str:
-    """By its elements, which may be too many to be listed."""
+    """Write first and last element and step: elements may be too many to be listed."""
     steps = (value.step,) if value and value[0] != value[-1] else ()
     return f"range({','.join(map(_real, (*value[:1], *value[-1:], *steps)))})"
 
@@ -81,49 +77,54 @@ def _in_order(name: str) -> Callable[[Any], str]:
     return lambda value: f"{name}({','.join(map(canonical, value))})"
 
 
-def _in_any_order(value: Any) -> str:
-    return f"set({','.join(sorted(map(canonical, value)))})"
-
-
 def _pairs(value: dict[Any, Any]) -> str:
     return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
-
-
-def _counts(value: dict[Any, Any]) -> str:
-    """Counters are equal where they differ in elements that are counted as 0."""
-    return _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)})
 
 
 _MODULES = ("builtins", "collections", "decimal", "fractions")
 _CANONICAL: dict[str, Callable[[Any], str]] = {
     "NoneType": repr,
     **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
-    "complex": _complex,
+    "complex": lambda value: f"complex({_real(value.real)},{_real(value.imag)})" if value.imag else _real(value.real),
     "str": _text,
     **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
     "range": _range,
     **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
-    **dict.fromkeys(("set", "frozenset", "dict_keys", "dict_items"), _in_any_order),
+    **dict.fromkeys(
+        ("set", "frozenset", "dict_keys", "dict_items"),
+        lambda value: f"set({','.join(sorted(map(canonical, value)))})",
+    ),
     **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
-    "Counter": _counts,
+    # Equal counters may differ in elements that are counted as 0.
+    "Counter": lambda value: _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)}),
 }
 
 
 class Untrusted(BaseException):
-    """The other process has answered nonsense, or is gone. No test can catch it with `except Exception`."""
+    """An answer of the program's process is invalid, or missing. No test can catch it with `except Exception`."""
 
 
 class Unjudged(BaseException):
-    """The tests do what two processes cannot do as one would; this says nothing about the program.
-
-    `Link.unjudged` keeps the first reason, as tests may catch it.
-    """
+    """The tests need one process for themselves and the program. `Link.unjudged` keeps it, as tests may catch it."""
 
 
 def require(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
         raise Untrusted(f"the program's answer is invalid: {type(value).__name__} in place of {kind.__name__}")
     return value
+
+
+_RESULTS = {
+    **{"__len__": int, "__bool__": bool, "__hash__": int, "__int__": int, "__float__": float, "__index__": int},
+    **dict.fromkeys(("__str__", "__repr__", "__format__"), str),
+}
+
+
+def _special(name: str) -> Callable[..., Any]:
+    def method(self: Any, *arguments: Any) -> Any:
+        return require(_RESULTS.get(name, object), self._remote[0].request("special", self, name, *arguments))
+
+    return method
 
 
 class Remote:
@@ -143,17 +144,7 @@ class Remote:
     def __delattr__(self, name: str) -> None:
         self._remote[0].request("delattr", self, name)
 
-    def __str__(self) -> str:
-        return require(str, self._remote[0].request("special", self, "__str__"))
-
-    def __repr__(self) -> str:
-        return require(str, self._remote[0].request("special", self, "__repr__"))
-
-    def __format__(self, form: str) -> str:
-        return require(str, self._remote[0].request("special", self, "__format__", form))
-
-    def __dir__(self) -> Any:
-        return self._remote[0].request("special", self, "__dir__")
+    __str__, __repr__, __format__, __dir__ = map(_special, ("__str__", "__repr__", "__format__", "__dir__"))
 
     def __mro_entries__(self, bases: Any) -> Any:
         raise self._remote[0].no_verdict("the tests derive a class from one of the program")
@@ -162,7 +153,6 @@ class Remote:
         raise self._remote[0].no_verdict(f"the tests copy a {type(self).__name__} of the program")
 
 
-_RESULTS = {"__len__": int, "__bool__": bool, "__hash__": int, "__int__": int, "__float__": float, "__index__": int}
 _BUILTIN_CLASSES = {
     "function": type(no_handle),
     "generator": type(character for character in ""),
@@ -174,22 +164,23 @@ _DECIDES = {*COMPARISONS, *SPECIALS[: SPECIALS.index("__neg__")]}
 
 
 def object_class(kinds: list[type], name: str, specials: list[str], narrow: list[str], builtin: str) -> type:
-    """The class of remote objects of a class of the program, by its description."""
+    """Make the class of remote objects of a class of the program, by its description."""
     body: dict[str, Any] = {}
     for one in (one for one in specials if one in SPECIALS and one not in vars(Remote)):
         if one == "__contains__" and one in narrow:
             continue  # by iteration
         body[one] = _between_objects(one, one in narrow) if one in _DECIDES else _special(one)
     if "__call__" in body:
-        body["__call__"] = _called
+        body["__call__"] = lambda self, *positional, **named: self._remote[0].request("call", self, positional, named)
     if "__eq__" in body:
         body.setdefault("__hash__", None)
     for one in {"__exit__", "__aexit__"} & body.keys():
         body[one] = _left_asynchronously if one == "__aexit__" else _left
     if builtin == "type":
-        body = {"__eq__": _is_class, "__hash__": object.__hash__, "__getitem__": _of_generic, **body}
+        body = {"__eq__": _is_class, "__hash__": object.__hash__, **body}
+        body.setdefault("__getitem__", lambda self, parameters: self.__class_getitem__(parameters))
         body["__instancecheck__"] = _has_instance
-    if "__await__" in body:
+    if "__await__" in body:  # a coroutine runs to its end in the program's process, in one step
         body |= {"__await__": _await_remotely, "send": _result_of, "throw": _ended, "close": lambda self: None}
     body["__doc__"] = property(lambda self: self._remote[0].request("getattr", self, "__doc__"))
     if builtin in _BUILTIN_CLASSES:
@@ -197,20 +188,8 @@ def object_class(kinds: list[type], name: str, specials: list[str], narrow: list
     return type(require(str, name), (Remote,), {**body, "__slots__": (), "_remote_kind": len(kinds)})
 
 
-def _called(self: Any, *positional: Any, **named: Any) -> Any:
-    return self._remote[0].request("call", self, positional, named)
-
-
-def _special(name: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any) -> Any:
-        found = self._remote[0].request("special", self, name, *arguments)
-        return found if name not in _RESULTS else require(_RESULTS[name], found)
-
-    return method
-
-
 def _between_objects(name: str, narrow: bool) -> Callable[..., Any]:
-    """A method that asks the program about two of its objects; a `narrow` one knows no others."""
+    """Make a method that asks the program about two of its objects; a `narrow` one accepts no others."""
 
     def method(self: Any, other: Any, *more: Any) -> Any:
         link = self._remote[0]
@@ -232,7 +211,6 @@ def _between_objects(name: str, narrow: bool) -> Callable[..., Any]:
 
 
 def _left(self: Any, kind: Any, error: Any, trace: Any) -> bool:
-    """The end of a `with` statement."""
     try:
         answer = self._remote[0].request("special", self, "__exit__", *_sendable(kind, error), None)
     except BaseException as raised:
@@ -253,7 +231,7 @@ def _sendable(kind: Any, error: Any) -> tuple[Any, Any]:
 
 
 def _goes_on(self: Any, error: Any, answer: Any) -> bool:
-    """False: a program that suppresses or replaces exceptions could do so with failures of the tests."""
+    """Refuse to let a program suppress or replace exceptions: they could be failures of the tests."""
     if error is not None and answer and not isinstance(answer, (Untrusted, Unjudged)):
         raise self._remote[0].no_verdict(f"a {type(self).__name__} of the program handles a {type(error).__name__}")
     if isinstance(answer, BaseException):
@@ -262,7 +240,6 @@ def _goes_on(self: Any, error: Any, answer: Any) -> bool:
 
 
 def _has_instance(self: Any, value: Any) -> bool:
-    """Whether a value is an object of a remote class."""
     link = self._remote[0]
     if isinstance(value, Remote):
         return bool(require(bool, link.request("special", self, "__instancecheck__", value)))
@@ -271,13 +248,8 @@ def _has_instance(self: Any, value: Any) -> bool:
     return False
 
 
-def _of_generic(self: Any, parameters: Any) -> Any:
-    """Subscript of a remote class, such as ``Stack[int]``."""
-    return self.__class_getitem__(parameters)
-
-
 def _is_class(self: Any, other: Any) -> bool:
-    """Equality of a remote class, which also equals the `type` of its objects here."""
+    """Compare remote classes: one equals itself, and the `type` of its objects here."""
     if isinstance(other, type) and issubclass(other, Remote):
         return bool(require(bool, self._remote[0].request("is_kind", self, vars(other)["_remote_kind"])))
     return self is other
@@ -289,7 +261,6 @@ def _await_remotely(self: Any) -> Any:
 
 
 def _result_of(self: Any, value: Any) -> Any:
-    """The only step of a remote coroutine, which runs to its end in the program's process."""
     raise StopIteration(self._remote[0].request("wait", self))
 
 
@@ -298,7 +269,7 @@ def _ended(self: Any, *error: Any) -> Any:
 
 
 def exception_class(kinds: list[type], name: str, bases: list[Any], module: str) -> type:
-    """The class that stands for a program's class of exceptions: one that the tests can catch and raise."""
+    """Make the class that the tests catch and raise in the place of a program's class of exceptions."""
     top = sys.modules.get(module) if module.partition(".")[0] in sys.stdlib_module_names else None
     known = getattr(top, name, None)
     if isinstance(known, type) and issubclass(known, Exception) and _is_harmless(known):
@@ -346,33 +317,18 @@ def _error_text(self: Any) -> str:
     return own if isinstance(own, str) else BaseException.__str__(self)
 
 
-def new_exception(kind: Any, link: Any, number: int) -> Any:
-    error = kind.__new__(kind)
-    error._remote = (link, number)
-    return error
-
-
 class Link:
-    """Sends requests to the program's process by `exchange`, which returns the answer, or nothing if there is none.
-
-    Attributes:
-        requests: How many were sent.
-        unjudged: Why the outcome of the tests is none; empty where it is one.
-        instances: Whether there were remote objects besides functions and classes.
-        expects_stop: Whether the tests name StopIteration.
-        narrowed: Classes of the program whose objects came as plain data, without what else they can do.
-        on_names: Called with changed variables of the program, by name.
-    """
+    """Sends requests to the program's process by `exchange`, which returns the answer, or nothing if there is none."""
 
     def __init__(self, exchange: Callable[[bytes], bytes]):
         self._exchange = exchange
         self._one_by_one = _thread.RLock()
-        self.requests = 0
-        self.unjudged = ""
-        self.instances = False
-        self.expects_stop = False
-        self.narrowed: set[str] = set()
-        self.on_names: Callable[[str, Any], object] = lambda name, value: None
+        self.requests = 0  # that were sent
+        self.unjudged = ""  # why the outcome of the tests is none
+        self.instances = False  # whether there were remote objects besides functions and classes
+        self.expects_stop = False  # whether the tests name StopIteration
+        self.narrowed: set[str] = set()  # classes of the program whose objects came as plain data
+        self.on_names: Callable[[str, Any], object] = lambda name, value: None  # is told changed variables
         self._objects: list[Any] = []  # by number
         self._kinds: list[type] = []  # by number
         self._answers: Any = None  # a hash of them, once there are any
@@ -397,7 +353,7 @@ class Link:
         if not answer:
             raise Untrusted("the program ended during a call")
         try:
-            objects, kinds, narrowed, changed, names, said, content = loads(answer, no_handle)
+            objects, kinds, narrowed, changed, names, said, content = loads(answer)
             self._learn(objects, kinds, narrowed)
             for new in changed:
                 position, inside = loads(new, self._objects.__getitem__, known=known)
@@ -421,20 +377,16 @@ class Link:
         return result
 
     def no_verdict(self, reason: str) -> Unjudged:
-        """The exception for what cannot be judged, which is kept."""
+        """Keep why the tests cannot be judged, and return the exception that says it."""
         self.unjudged = self.unjudged or reason
         return Unjudged(reason)
 
     def outputs(self) -> bytes:
-        """A hash of the program's answers so far, in order, see `canonical`; empty where it was asked for nothing.
-
-        They are the values that its functions returned, the classes of the exceptions that they raised, how they left
-        their arguments, and what the tests learned from objects that are not plain data.
-        """
+        """Return a hash of the program's answers so far, see `canonical`; empty where it was asked for nothing."""
         return b"" if self._answers is None else self._answers.hexdigest().encode()
 
     def _note(self, outcome: Any, changed: Any) -> None:
-        """Add an answer to the hash of all: kept as they are, they could take the memory of the tests."""
+        """Add an answer to the hash of all: the answers themselves could take the memory of the tests."""
         if self._answers is None:
             import hashlib  # takes milliseconds, and programs that do not load need none
 
@@ -454,14 +406,16 @@ class Link:
             make = exception_class if form == "exception" else object_class
             self._kinds.append(make(self._kinds, *description))
         for kind in objects:
-            made = self._kinds[kind if kind >= 0 else ~kind]
+            made: Any = self._kinds[kind if kind >= 0 else ~kind]
+            own: Any = (self, len(self._objects))
             if kind >= 0 and issubclass(made, BaseException):
-                made = new_exception(made, self, len(self._objects))
+                made = made.__new__(made)
+                made._remote = own
             elif kind >= 0:
-                made = made(self, len(self._objects))
+                made = made(*own)
                 self.instances = self.instances or not isinstance(made, (type, type(no_handle)))
             elif "_remote_class" in vars(made):  # not one of a library
-                made._remote_class = (self, len(self._objects))  # type: ignore[attr-defined]
+                made._remote_class = own
             self._objects.append(made)
 
     def _error(self, classes: list[str], said: str, arguments: list[Any], attributes: Any, itself: Any) -> Any:
@@ -484,20 +438,16 @@ class Link:
     def _number(self, value: Any) -> int:
         if isinstance(value, Remote):
             return value._remote[1]
-        number = (
-            vars(value).get("_remote_class" if isinstance(value, type) else "_remote") if _is_error(value) else None
-        )
-        if number is not None:
-            return number[1]
+        is_class = isinstance(value, type)
+        if issubclass(value if is_class else type(value), BaseException):
+            own = vars(value).get("_remote_class" if is_class else "_remote")
+            if own is not None:
+                return own[1]
         if isinstance(value, type(builtins)):  # the program chooses whether a name is that of a module
             raise TypeError("a module cannot be sent to the program")
         raise self.no_verdict(
             f"the tests give the program a {type(value).__name__}; only plain data can be sent to it"
         )
-
-
-def _is_error(value: Any) -> bool:
-    return isinstance(value, BaseException) or (isinstance(value, type) and issubclass(value, BaseException))
 
 
 def _builtin_base(kind: type) -> str:
