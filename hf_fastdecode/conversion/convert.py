@@ -117,7 +117,7 @@ class _Conversion:
             source.check(self.family.auto, self.family.layers, self.family.left_out)
         else:
             source.check(self.family.auto)
-        dtype = settings.dtype or source.dtype(self.family.embedding)
+        dtype = settings.dtype or source.tensor(self.family.embedding).dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
         if settings.format == "full" and settings.verify and source.report() is None:
@@ -153,13 +153,11 @@ class _Conversion:
         stream, settings = self.stream, self.settings
         if not writer.groups:
             self._check_disk(writer.folder)
-        stream.resume(writer.carried())
+        stream.skip(writer.groups)
         try:
             for index in range(writer.groups, len(stream)):
                 on_group(index, len(stream))
-                before = stream.carried()
-                tensors, layer = stream.group(index)
-                writer.add(tensors, layer, before)
+                writer.add(*stream.group(index))
         except ValueError:  # resuming would raise it again
             shutil.rmtree(writer.folder)
             raise
@@ -214,7 +212,7 @@ class _Conversion:
 
     def _check_disk(self, folder: Path) -> None:
         """Refuse, before hours of work, a checkpoint for which the disk has no room."""
-        itemsize = self.source.dtype(self.family.embedding).itemsize
+        itemsize = self.source.tensor(self.family.embedding).dtype.itemsize
         needed = int(self.source.nbytes() * self.stream.dtype.itemsize / itemsize * _HEADROOM)
         free = shutil.disk_usage(folder).free
         if free < needed:

@@ -34,12 +34,8 @@ class TensorStream:
     def __len__(self) -> int:
         return len(self.prefixes) + 1
 
-    def carried(self) -> dict[str, Tensor]:
-        """State from which the next group is computed; nothing where groups are independent."""
-        return {}
-
-    def resume(self, carried: dict[str, Tensor]) -> None:
-        """Continue from what was carried."""
+    def skip(self, groups: int) -> None:
+        """Begin after so many groups, which are on disk."""
 
     def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The tensors of a group, made in order, and its layer's report; ValueError if it cannot be what is asked."""
@@ -53,11 +49,11 @@ class TensorStream:
     def _outside(self) -> dict[str, Tensor]:
         """Embeddings, norms and the head, cast; those that repeat another tensor are not stored twice."""
         layers = tuple(self.prefixes)
-        names = sorted(name for name in self.source.names() if not name.startswith(layers))
+        names = sorted(name for name in self.source.places if not name.startswith(layers))
         return self._read(name for name in names if not self.source.repeats(name))
 
     def _names(self, index: int) -> list[str]:
-        return sorted(name for name in self.source.names() if name.startswith(self.prefixes[index]))
+        return sorted(name for name in self.source.places if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors, each cast as it is read."""
@@ -137,12 +133,10 @@ class DecoderOnlyStream(SlimStream):
     family: Family
     hidden: Tensor | None = None
 
-    def carried(self) -> dict[str, Tensor]:
-        """Outputs of the layers before, on the calibration text."""
-        return {} if self.hidden is None else {"hidden": self.hidden}
-
-    def resume(self, carried: dict[str, Tensor]) -> None:
-        self.hidden = carried.get("hidden")
+    def skip(self, groups: int) -> None:
+        """Run the text through the layers that are on disk."""
+        for index in range(groups):
+            self._outside() if index == 0 else self._attention(index - 1)
 
     def _outside(self) -> dict[str, Tensor]:
         tensors = super()._outside()
@@ -179,7 +173,9 @@ class FullStream(TensorStream):
     ) -> None:
         super().__init__(source, family, dtype)
         self.model_type = model_type
-        self.known = source.layer_reports(len(self.attentions))
+        self.known: list[dict[str, Any]] = (source.report() or {"layers": []})["layers"]
+        if len(self.known) != len(self.attentions):  # no report, or not of this checkpoint
+            self.known = [{}] * len(self.attentions)
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         names, prefix = self._names(index), self.attentions[index]

@@ -29,7 +29,7 @@ from hf_fastdecode.conversion.convert import Settings, VerificationError, conver
 from hf_fastdecode.conversion.families import UnconvertibleError
 from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.shards import ShardWriter
-from hf_fastdecode.conversion.source import Checkpoint, CheckpointError, find_checkpoint
+from hf_fastdecode.conversion.source import Checkpoint, find_checkpoint
 from hf_fastdecode.conversion.streams import SlimStream
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import InputError
@@ -421,5 +421,5 @@ def test_no_such_repository(hub: Path, tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no config"):
+    with pytest.raises(InputError, match="there is no .*config.json; name a folder saved with save_pretrained"):
         Checkpoint(tmp_path)
