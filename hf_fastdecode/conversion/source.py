@@ -284,7 +284,7 @@ class Checkpoint:
         """A tensor, on the CPU, in its own dtype; its elements are read from the disk when they are used."""
         file, stored = self.places[name]
         handle = self._handle(file)
-        if stored not in handle.keys():
+        if stored not in list(handle.keys()):
             raise CheckpointError(
                 f"there is no {stored} in {file}, where the index names it; copy or download both again"
             )
@@ -326,7 +326,7 @@ class Checkpoint:
         for name in _WEIGHTS:
             whole, index = self.folder / name, self.folder / f"{name}.index.json"
             if whole.is_file():
-                return {tensor: (whole, tensor) for tensor in self._handle(whole).keys()}
+                return {tensor: (whole, tensor) for tensor in list(self._handle(whole).keys())}
             if index.is_file():
                 return {tensor: (self.folder / file, tensor) for tensor, file in self._read_index(index).items()}
         raise CheckpointError(

@@ -421,5 +421,5 @@ def test_no_such_repository(hub: Path, tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no .*config.json; name a folder saved with save_pretrained"):
+    with pytest.raises(InputError, match=r"there is no .*config\.json; name a folder saved with save_pretrained"):
         Checkpoint(tmp_path)
