@@ -6,7 +6,6 @@ These are the inputs of attentions, and logits that are read through a cache, wh
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
 from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
+from .fit.attention import AttentionInputs
 from .fit.cached_numbers import load, store
 
 TOKENS: Final = 1024
@@ -159,24 +159,9 @@ def _not_finite(features: Tensor) -> int:
     return int(features.isfinite().logical_not().sum())
 
 
-@dataclass(frozen=True)
-class CalibrationInputs:
-    """Inputs of one attention on the calibration text.
-
-    Attributes:
-        inputs: ``[tokens, d]``, inputs of the projections; of cross-attention those of queries.
-        encoded: ``[encoder tokens, key_d]``, the encoder's output, for cross-attention.
-        score_bias: ``[heads, tokens, tokens]``, the bias of positions, or None.
-    """
-
-    inputs: Tensor
-    encoded: Tensor | None = None
-    score_bias: Tensor | None = None
-
-
 def record(
     model: PreTrainedModel, family: Family | EncoderDecoder, inputs: dict[str, Tensor]
-) -> list[CalibrationInputs]:
+) -> list[AttentionInputs]:
     """Inputs of every attention, in the order of `attentions`, in one run of an ordinary model, fp32 on the CPU."""
     seen: list[Tensor] = []
     encoded: list[Tensor] = []
@@ -201,9 +186,9 @@ def record(
         for hook in hooks:
             hook.remove()
     if not encoded:
-        return [CalibrationInputs(one) for one in seen]
+        return [AttentionInputs(one) for one in seen]
     return [
-        CalibrationInputs(one, encoded=encoded[0]) if index % 2 else CalibrationInputs(one, score_bias=bias)
+        AttentionInputs(one, encoded=encoded[0]) if index % 2 else AttentionInputs(one, score_bias=bias)
         for index, one in enumerate(seen)
     ]
 

@@ -31,8 +31,7 @@ from hf_fastdecode.patches.slim_layers import (
 )
 
 from ..patches.layers.family import EncoderDecoder, Family
-from .calibration import CalibrationInputs
-from .fit.attention import AttentionWeights, Rotation, bias_or_zero, value_constant
+from .fit.attention import AttentionInputs, AttentionWeights, bias_or_zero, value_constant
 from .fit.cached_numbers import EIGHT_BITS
 from .fit.layer_plan import RANK_SHARES, CacheError, CacheErrors, LayerPlan, fit_layer, in_eight_bits, relative_error
 from .fit.value_coordinates import (
@@ -241,7 +240,7 @@ class LayerConverter:
         family: Family | EncoderDecoder,
         config: Any,
         choice: PlanChoice,
-        source: Callable[[int], tuple[Mapping[str, Tensor], CalibrationInputs]],
+        source: Callable[[int], tuple[Mapping[str, Tensor], AttentionInputs]],
     ) -> None:
         self.family, self.config, self.source = family, config, source
         self.count = len(family.attentions(config))
@@ -261,21 +260,17 @@ class LayerConverter:
         plain = self.family.plain(self.config, own)
         weights = self._weights(plain, index)
         rotation = self.family.rotation(self.config, len(seen.inputs))
+        seen = replace(seen, rotation=rotation, unrotate=self.choice.rope == "unrotate")
         plans = self._plans[index % len(self._plans)]
         choice, model_dtype = self.choice, weights.key.dtype
         asked = choice.of_layer(index, self.count, plans)
         plan, statistics = fit_layer(
             weights,
-            seen.inputs,
-            seen.encoded,
-            rotation=rotation,
-            causal=seen.encoded is None,
-            score_bias=seen.score_bias,
+            seen,
             model_dtype=model_dtype,
             cache_dtype=choice.wider,
             eight_bits=choice.eight_bits,
             tolerance=choice.tolerance,
-            unrotate=choice.rope == "unrotate",
             rank_shares=RANK_SHARES if asked[0] == AUTO else (),
             ranks=(asked[1],),
         )
@@ -291,8 +286,7 @@ class LayerConverter:
         exact = stored.double()
         recovered = weights.W_K @ exact.from_keys + exact.from_inputs @ exact.directions
         recovered_error = relative_error(recovered.to(model_dtype).double(), weights.W_V)
-        key_inputs = seen.inputs if seen.encoded is None else seen.encoded
-        fits = _fits_float16(weights, exact, key_inputs, rotation if choice.rope == "unrotate" else None)
+        fits = _fits_float16(weights, exact, seen)
         entry = SlimLayer(chosen.plan, chosen.rank, fits, chosen.dtype if choice.wider else cache_dtype)
         value = f"{self.family.projection('v')}."
         tensors = {name: one for name, one in plain.items() if not name.startswith(value)} | _slim_tensors(stored)
@@ -327,7 +321,7 @@ class LayerConverter:
         own, seen = self.source(index)
         assert seen.encoded is not None
         weights = self._weights(self.family.plain(self.config, own), index)
-        errors = CacheErrors(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
+        errors = CacheErrors(weights, seen.part(slice(len(seen.encoded) // 2, None)))
         dtype = weights.key.dtype
         bound = self.choice.tolerance * errors.ordinary(dtype).output_error
         try:
@@ -356,12 +350,11 @@ def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, T
     return weight.mT.contiguous(), bias
 
 
-def _fits_float16(
-    weights: AttentionWeights, exact: ValueCoordinates, inputs: Tensor, stored_rotation: Rotation | None
-) -> bool:
+def _fits_float16(weights: AttentionWeights, exact: ValueCoordinates, seen: AttentionInputs) -> bool:
+    keys, rotation = exact.cached_keys(weights, seen.key_inputs), seen.stored_rotation
     try:
-        cached_and_read(exact.cached_keys(weights, inputs), torch.float16, weights.head_dim, stored_rotation)
-        check_range("V-coordinates", exact.coordinates(inputs), torch.float16)
+        cached_and_read(keys, torch.float16, weights.head_dim, rotation)
+        check_range("V-coordinates", exact.coordinates(seen.key_inputs), torch.float16)
     except ValueError:
         return False
     return True

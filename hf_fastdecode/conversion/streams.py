@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
-from .calibration import CalibrationInputs, record
+from .calibration import record
 from .families import full_config, slim_config, untied
+from .fit.attention import AttentionInputs
 from .layer_converter import LayerConverter, PlanChoice, below, config_entries, recover_values
 from .source import Checkpoint, CheckpointError
 
@@ -94,14 +95,14 @@ class SlimStream(TensorStream):
     def _config(self, reports: list[Any]) -> Any:
         return slim_config(self.family, self.source.config, config_entries(reports), self.dtype, self.rope)
 
-    def _attention(self, index: int) -> tuple[dict[str, Tensor], CalibrationInputs]:
+    def _attention(self, index: int) -> tuple[dict[str, Tensor], AttentionInputs]:
         """An attention's tensors and calibration inputs; the group's other tensors are kept beside."""
         tensors, prefix = self._read(self._names(index)), self.attentions[index]
         seen = self._calibrate(index, tensors)
         self._beside = {name: one for name, one in tensors.items() if not name.startswith(prefix)}
         return below(prefix, tensors), seen
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         """Calibration inputs of an attention, given the tensors of its group."""
         raise NotImplementedError
 
@@ -113,9 +114,9 @@ class EncoderDecoderStream(SlimStream):
     A resumed conversion repeats the pass.
     """
 
-    _seen: list[CalibrationInputs] | None = None
+    _seen: list[AttentionInputs] | None = None
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         if self._seen is None:
             source = self.source
             model = self.family.auto.from_pretrained(source.folder, config=source.config, dtype=self.dtype)
@@ -143,7 +144,7 @@ class DecoderOnlyStream(SlimStream):
         self.hidden = self.family.embed(self.config, tensors, self.family.embedding, self.inputs["input_ids"][0])
         return tensors
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         """Run the text through a layer."""
         family, config = self.family, deepcopy(self.config)
         config._attn_implementation = "sdpa"
@@ -162,7 +163,7 @@ class DecoderOnlyStream(SlimStream):
         with torch.no_grad():
             tables = None if family.rotary is None else family.rotary(config)(self.hidden, positions)
             self.hidden = family.run_layer(layer.eval(), self.hidden[None], positions, tables)[0]
-        return CalibrationInputs(seen[0])
+        return AttentionInputs(seen[0])
 
 
 class FullStream(TensorStream):

@@ -14,8 +14,9 @@ from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.slim_layers import Rope, check_threshold
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
-from .calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
+from .calibration import beginning, calibration_ids, check_vocabulary, model_inputs, record
 from .families import family_of, require_rope, slim_config, untied
+from .fit.attention import AttentionInputs
 from .fit.layer_plan import dtype_name
 from .layer_converter import LayerConverter, NamedPlan, PlanChoice, below
 from .source import WEIGHT_DTYPES
@@ -88,7 +89,7 @@ def to_slim(
     seen = record(model, family, model_inputs(family, model.config, calibration, features))
     state, prefixes = model.state_dict(), family.attentions(config)
 
-    def attention(index: int) -> tuple[Mapping[str, Tensor], CalibrationInputs]:
+    def attention(index: int) -> tuple[Mapping[str, Tensor], AttentionInputs]:
         return below(prefixes[index], state), seen[index]
 
     converter, entries = LayerConverter(family, config, choice, attention), []

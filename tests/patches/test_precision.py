@@ -18,6 +18,7 @@ from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.calibration import RoundedCache, calibration_ids, model_inputs, record
 from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.fit.attention import AttentionInputs
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.conversion.fit.layer_plan import CacheErrors
 from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
@@ -135,7 +136,7 @@ def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) 
     fitted = record(model, family, model_inputs(family, model.config, TEXT))[1].inputs[: len(TEXT) // 2]
     (inputs, output), bias = seen[0], 0 if weights.output_bias is None else weights.output_bias.double()
     oracle = attention_output(weights, inputs, rotation=rotation)
-    measured = CacheErrors(weights, inputs, rotation=rotation).value_coordinates(
+    measured = CacheErrors(weights, AttentionInputs(inputs, rotation=rotation)).value_coordinates(
         key_statistics(weights, fitted, dtype), 4, dtype, matrix_dtype=torch.float32
     )
     assert relative(output - bias, oracle - bias) == pytest.approx(measured.output_error, rel=0.02)

@@ -121,7 +121,7 @@ FAMILY = Family.of(
     SlimCodeGenForCausalLM,
     codegen.CodeGenBlock,
     rotary,
-    layout="interleaved",
+    interleaved=True,
     embedding="transformer.wte.weight",
     layers="transformer.h.",
     attention="attn.",

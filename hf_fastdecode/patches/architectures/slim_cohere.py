@@ -50,6 +50,6 @@ FAMILY = Family.of(
     SlimCohereForCausalLM,
     cohere.CohereDecoderLayer,
     cohere.CohereRotaryEmbedding,
-    layout="interleaved",
+    interleaved=True,
     norm=layer_norm,
 )

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
-from ...conversion.fit.attention import AttentionWeights, RopeLayout, Rotation
+from ...conversion.fit.attention import AttentionWeights, Rotation
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,7 @@ class Family(AnyFamily):
         layers: Prefix of the layers' weights, before the index.
         attention: Prefix of an attention's weights within a layer.
         output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
+        interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1, see `rotate`.
         norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
             and the projection.
         norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
@@ -160,7 +161,7 @@ class Family(AnyFamily):
 
     decoder_layer: Callable[[Any, int], nn.Module]
     rotary: Callable[[Any], Any] | None
-    layout: RopeLayout = "half"
+    interleaved: bool = False
     layers: str = "model.layers."
     attention: str = "self_attn."
     output: str = "o_proj"
@@ -220,7 +221,7 @@ class Family(AnyFamily):
         if self.rotary is None:
             return None
         cos, sin = self.rotary(config)(torch.empty(0), torch.arange(tokens)[None])
-        return Rotation.from_repeated(cos[0], sin[0], self.layout)
+        return Rotation(cos[0], sin[0], self.interleaved)
 
     def fill_buffers(self, module: nn.Module, config: Any, device: torch.device | str = "cpu") -> None:
         """Make the buffers of a module built on the meta device that no checkpoint holds."""

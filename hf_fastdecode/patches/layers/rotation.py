@@ -17,6 +17,7 @@ from ...attention.interface import register_without_effect
 from ...cache.captured import CapturedCache
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
+from ...conversion.fit import attention
 from ...kernels.slim_decode.inputs import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
@@ -126,31 +127,15 @@ def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables
 
 
 def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """RoPE of the first coordinates of ``[rows, heads, tokens, head_dim]``, as many as the tables have.
-
-    A single row or token is rotated to all positions. Pairs are coordinates i and i + n of 2 n (Llama), or interleaved
-    2 i and 2 i + 1 (GPT-J, Cohere).
-    """
+    """RoPE of ``[rows, heads, tokens, head_dim]``; a single row or token is rotated to all positions."""
     cos, sin = (table[:, None] for table in tables)
-    rotated = cos.shape[-1]
-    first = x[..., :rotated]
-    # Each pair of coordinates, rotated by a right angle.
-    if interleaved:
-        turned = torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2)
-    else:
-        low, high = first.chunk(2, -1)
-        turned = torch.cat([-high, low], -1)
-    first = first * cos + turned * sin
-    if rotated == x.shape[-1]:
-        return first
-    return torch.cat([first, x[..., rotated:].expand(*first.shape[:-1], -1)], -1)
+    return attention.rotate(x, cos, sin, interleaved=interleaved)
 
 
 def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """Inverse of `rotate`; division undoes attention factors in the tables, as YaRN's."""
-    cos, sin = (table.to(x.dtype) for table in tables)
-    norm = cos.square() + sin.square()
-    return rotate(x, (cos / norm, -sin / norm), interleaved=interleaved)
+    """Inverse of `rotate`."""
+    cos, sin = (table[:, None] for table in tables)
+    return attention.unrotate(x, cos, sin, interleaved=interleaved)
 
 
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
