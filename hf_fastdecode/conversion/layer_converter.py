@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.dtypes import parse_dtype
-from hf_fastdecode.patches.slim_layers import (
+from hf_fastdecode.patches.config_base import (
     ALL_PLANS,
     CACHE_DTYPES,
     CROSS_PLANS,

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.patches.config_base import SlimLayer
 from hf_fastdecode.patches.layers.slim_attention import cache_dtype
 from hf_fastdecode.patches.layers.slim_values import SlimValues
-from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ..model_loading import auto_class
 from ..patches.layers.family import language_config

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.wrappers import unwrapped
+from hf_fastdecode.patches.config_base import check_threshold
 from hf_fastdecode.patches.layers.attention_layer import SlimAttention
 from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.layers.slim_attention import counted
-from hf_fastdecode.patches.slim_layers import check_threshold
 
 from ..patches.layers.family import attention_inputs, language_config, longest_text
 from .calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
@@ -155,11 +155,10 @@ def _measure_into(found: list[LayerSparsity], config: Any, name: str, threshold:
             sparse = module.forward(*args, **kwargs)[0]
         queries = len(attention_inputs(args, kwargs))
         encoded = kwargs.get("key_value_states")
-        heads = module.heads if isinstance(module, SlimAttention) else module.num_heads
         if encoded is None:  # causal
-            weights, hidden = heads * queries * (queries + 1) // 2, heads * queries * (queries - 1) // 2
+            weights, hidden = (module.heads * queries * (queries + more) // 2 for more in (1, -1))
         else:
-            weights, hidden = heads * queries * encoded.shape[1], 0
+            weights, hidden = module.heads * queries * encoded.shape[1], 0
         below = int(sum(count.item() for count in counts)) - hidden if counts else 0
         error = relative_error(sparse.double(), output[0].double())
         found.append(LayerSparsity(name, weights, below / weights, error))

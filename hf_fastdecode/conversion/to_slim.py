@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.wrappers import unwrapped
-from hf_fastdecode.patches.slim_layers import Rope, check_threshold
+from hf_fastdecode.patches.config_base import Rope, check_threshold
 
 from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
 from .calibration import beginning, calibration_ids, check_vocabulary, model_inputs, record

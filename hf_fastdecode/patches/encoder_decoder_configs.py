@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config_base import SlimConfig, slim_config
-from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
+from .config_base import CROSS_PLANS, SELF_PLANS, SlimConfig, SlimLayer, read_layers, slim_config
 
 
 class SlimEncoderDecoderConfig(SlimConfig):

@@ -11,34 +11,34 @@ from transformers.models.t5 import modeling_t5 as t5
 
 from ..._compat import takes_cache
 from ...cache.layers.cross import CrossView
+from ..config_base import SlimLayer
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
 from ..layers.family import EncoderDecoder
 from ..layers.slim_attention import causal_mask
-from ..slim_layers import SlimLayer
 from .encoder_decoders import biases_by_distance
 
 
 class _Attention(SlimDecoderAttention):
-    projections = ("q", "k", "v", "o")
+    projections = ("q", "k", "v")
+    output_projection = "o"
     n_heads: int
+    key_value_proj_dim: int
     compute_bias: Callable[..., Tensor]
 
     @property
-    def num_heads(self) -> int:  # type: ignore[override]
+    def heads(self) -> int:
         return self.n_heads
+
+    @property
+    def head_dim(self) -> int:  # type: ignore[override]
+        return self.key_value_proj_dim
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
-        return cls(
-            layer,
-            cross,
-            config=ordinary.config,
-            has_relative_attention_bias=ordinary.has_relative_attention_bias,
-            layer_idx=ordinary.layer_idx,
-            is_causal=ordinary.is_causal,
-        )
+        names = ("config", "has_relative_attention_bias", "layer_idx", "is_causal")
+        return cls(layer, cross, **{name: getattr(ordinary, name) for name in names})
 
     @takes_cache
     def forward(

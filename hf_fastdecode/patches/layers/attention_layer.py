@@ -24,7 +24,7 @@ from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
-from ..slim_layers import SlimLayer
+from ..config_base import SlimLayer
 from .kernel_attention import (
     attend_in_few_launches,
     averages_by_kernel,
@@ -35,15 +35,12 @@ from .kernel_attention import (
 )
 from .rotation import OF_SLOTS, ROTATION, Rotation, Tables, takes_kernels
 from .slim_attention import (
-    InputProjection,
-    KeyProjection,
     attention_scores,
     cache_dtype,
     check_trainable,
     slim_attention,
 )
 from .slim_tokens import CachedTokens, SlimTokens
-from .slim_values import SlimValues
 
 
 class SlimAttention(SlimTokens):
@@ -78,11 +75,7 @@ class SlimAttention(SlimTokens):
         inputs, width = config.hidden_size, config.num_attention_heads * self.head_dim
         if not hasattr(self, "q_proj"):
             self.q_proj = nn.Linear(inputs, width, bias=bias)
-        if layer.plan == "x":
-            self.k_proj, self.v_proj = (InputProjection(inputs, width, bias=bias) for _ in "kv")
-        else:
-            self.k_proj = KeyProjection(inputs, width, bias=bias)
-            self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, config.slim_matrix_dtype))
+        self.make_projections(inputs, width, key_bias=bias, value_bias=bias)
 
     @takes_cache
     def forward(
@@ -167,7 +160,7 @@ class SlimAttention(SlimTokens):
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
         """Whether suffixes store unshared prompts in fewer bytes than nodes, see `AttendsByItself`."""
-        weight = self.k_proj.weight
+        weight = self.key_projection.weight
         if not takes_kernels(backend, weight.device):
             return False
         empty = weight.new_empty(1, 1, 0, self.heads * self.head_dim)

@@ -278,7 +278,8 @@ class EncoderDecoder(AnyFamily):
         ]
 
     def projection(self, part: str) -> str:
-        return self.slim_model.slim_attention.projections["qkvo".index(part)]
+        attention = self.slim_model.slim_attention
+        return (*attention.projections, attention.output_projection)["qkvo".index(part)]
 
     def heads(self, config: Any) -> tuple[int, int]:
         """As of `AnyFamily`; `num_attention_heads` may be those of the encoder."""

@@ -37,7 +37,7 @@ from .slim_tokens import SlimTokens
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
     """Keys and V-coordinates as `slim_decode` takes them: views of what is cached, with scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
-    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.key_projection.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
         return keys, coordinates, None
     (keys, of_keys), (coordinates, of_coordinates) = (
@@ -107,7 +107,7 @@ def averages_by_kernel(
 def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Partial:
     """Attention of each row's query to its suffix, from `averages_by_kernel`."""
     keys, coordinates, lse = averages
-    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.key_projection.weight.dtype, layer.layer)
     out = layer.slim.of_averages(keys[:, :, None], coordinates[:, :, None], float32 if dtype in EIGHT_BITS else dtype)
     return Partial(out, lse[..., None])
 
@@ -191,7 +191,7 @@ def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
 
     The layer's inputs are ``[rows, 1, d]``.
     """
-    query, keys = layer.q_proj, layer.k_proj
+    query, keys = layer.q_proj, layer.key_projection
     if not fuses_products():
         return "fuse_projections leaves products to PyTorch's operators"
     if layer.normalizes_queries or layer.interleaved:
@@ -255,7 +255,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     dtype, rows, slim = inputs.dtype, len(inputs), layer.slim
     stored_dtype = cache_dtype(dtype, layer.layer)
     arrived, beside = cache.constant(_ARRIVED, lambda: (counters(inputs.device), counters(inputs.device)))
-    projections = layer.q_proj, layer.k_proj
+    projections = layer.q_proj, layer.key_projection
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     coordinates = inputs.new_empty(rows, 0, dtype=torch.float32)
     with ExitStack() as joined:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ...attention.kv import Segment
 from ...conversion.fit.cached_numbers import DIGITS, load, store, stored_bytes, with_positions, without_positions
-from ..slim_layers import SlimLayer
+from ..config_base import SlimLayer
 from .rotation import Rotation, Tables, rotate, unrotate
-from .slim_attention import CachedValues, InputProjection, InputValues, cache_dtype, input_keys, score_operands
+from .slim_attention import CachedValues, InputProjection, InputValues, KeyProjection, cache_dtype
 from .slim_values import SlimValues, wide
 
 _TOKENS_AT_ONCE = 8192
@@ -38,17 +38,18 @@ class CachedTokens(NamedTuple):
 class SlimTokens(nn.Module):
     """Base class of slim attention layers: what they cache, and the keys and values that follow from it.
 
-    With plan ``x`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width 0; such
-    layers have neither norm nor RoPE.
+    With plans ``x`` and ``e`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width
+    0; such layers have neither norm nor RoPE.
 
     Attributes:
+        projections: Names of the projections of queries, keys and values.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
         tables: Makes the tables of positions ``[rows or 1, tokens]``; set by decoders with RoPE.
         layer: Cache layout of the layer.
         slim: Values of cached keys and V-coordinates.
-        v_proj: Value projection of the ordinary layer, with plan ``x``.
     """
 
+    projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")
     interleaved: ClassVar[bool] = False
     tables: Callable[[Tensor], Tables]
     config: Any
@@ -56,10 +57,19 @@ class SlimTokens(nn.Module):
     head_dim: int
     scaling: float
     q_proj: nn.Linear
-    k_proj: Any  # a KeyProjection, with plan x an InputProjection
-    v_proj: InputProjection
     layer: SlimLayer
     slim: SlimValues
+
+    def make_projections(self, inputs: int, width: int, *, key_bias: bool, value_bias: bool) -> None:
+        """Make the projection of keys, and that of values, which only caches of inputs need, or its replacement."""
+        _, key, value = self.projections
+        if self.layer.caches_inputs:
+            setattr(self, key, InputProjection(inputs, width, bias=key_bias))
+            setattr(self, value, InputProjection(inputs, width, bias=value_bias))
+        else:
+            setattr(self, key, KeyProjection(inputs, width, bias=key_bias))
+            matrix_dtype = getattr(torch, self.config.slim_matrix_dtype)
+            self.slim = SlimValues(inputs, width, width, self.layer.rank, matrix_dtype)
 
     @property
     def heads(self) -> int:
@@ -67,17 +77,22 @@ class SlimTokens(nn.Module):
         return self.config.num_attention_heads
 
     @property
+    def key_projection(self) -> Any:
+        """A `KeyProjection`, or an `InputProjection` where inputs are cached."""
+        return getattr(self, self.projections[1])
+
+    @property
     def values(self) -> CachedValues:
         """Module that makes values of cached tokens."""
-        if self.layer.plan == "x":
-            return InputValues(self.v_proj, self.heads, self.heads)
+        if self.layer.caches_inputs:
+            return InputValues(getattr(self, self.projections[2]), self.heads)
         return self.slim
 
     def to_cache(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and V-coordinates of inputs ``[rows, tokens, d]``, or the inputs, before any rounding."""
-        if self.layer.plan == "x":
+        if self.layer.caches_inputs:
             return inputs[:, None], inputs[:, None, :, :0]
-        return self.slim.to_cache(inputs, self.k_proj(inputs))
+        return self.slim.to_cache(inputs, self.key_projection(inputs))
 
     def stored(self, keys: Tensor, coordinates: Tensor, dtype: torch.dtype, rotation: Rotation | None) -> Segment:
         """Tokens as they are cached: rounded, and with ``unrotate`` rotated, with positions beside the coordinates.
@@ -95,7 +110,7 @@ class SlimTokens(nn.Module):
 
     def require_layout(self, cached: Tensor) -> None:
         """Raise ValueError for a cache of another `slim_rope` or model, by its tensor in the place of values."""
-        dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
+        dtype = cache_dtype(self.key_projection.weight.dtype, self.layer)
         width = stored_bytes(self.layer.rank, dtype, self.head_dim) // dtype.itemsize + DIGITS * self.config.unrotates
         if (cached.shape[1], cached.shape[-1]) != (1, width):
             raise ValueError(
@@ -106,7 +121,7 @@ class SlimTokens(nn.Module):
 
     def read(self, keys: Tensor, coordinates: Tensor, tables: Tables | None) -> CachedTokens:
         """Inverse of `stored`; `tables` are of the tokens' positions, where these are not cached."""
-        dtype = cache_dtype(self.k_proj.weight.dtype, self.layer)
+        dtype = cache_dtype(self.key_projection.weight.dtype, self.layer)
         if not self.config.unrotates:
             return CachedTokens(load(keys, dtype, self.head_dim), load(coordinates, dtype, self.head_dim), tables)
         coordinates, positions = without_positions(coordinates)
@@ -146,8 +161,9 @@ class SlimTokens(nn.Module):
     def scored_keys(self, tokens: CachedTokens) -> Tensor:
         """Keys, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32."""
         keys, _, tables, rotated = tokens
-        if self.layer.plan == "x":
-            return input_keys(keys, self.k_proj, self.heads, self.heads)
+        if self.layer.caches_inputs:  # without their bias, as queries over inputs
+            projected = self.key_projection(keys[:, 0], with_bias=False)
+            return self._heads(projected.to(wide(projected.dtype)))
         if tables is None:  # the key offset may be left out: it adds one number to all scores of a query
             return self._heads(keys[:, 0].to(wide(keys.dtype)))
         if rotated is not None:
@@ -156,14 +172,15 @@ class SlimTokens(nn.Module):
         return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
 
     def score_operands(self, query: Tensor, tokens: CachedTokens, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
-        """Queries and keys, as `slim_attention` takes them, or queries and inputs, for few queries over cached inputs.
+        """Queries and keys, as `slim_attention` takes them, from queries ``[rows, heads, queries, head_dim]``.
 
+        For few queries over cached inputs ``q W_K,i^T`` and the inputs, ``[rows, 1, tokens, d]``, which is less work.
         Dropout of attention weights needs the values of each token.
         """
-        if self.layer.plan != "x":
-            return query, self.scored_keys(tokens)
-        absorb = query.shape[2] < self.head_dim and not dropout
-        return score_operands(query, tokens.keys, self.k_proj, self.heads, absorb=absorb)
+        few = query.shape[2] < min(query.shape[-1], tokens.keys.shape[-1])
+        if self.layer.caches_inputs and few and not dropout:
+            return self.key_projection(query, self.heads, to_inputs=True), tokens.keys.to(query.dtype)
+        return query, self.scored_keys(tokens)
 
     def keys_and_values(self, tokens: CachedTokens, dtype: torch.dtype) -> Segment:
         """Make the keys and values that an ordinary layer caches, ``[rows, heads, tokens, head_dim]``."""
@@ -174,7 +191,7 @@ class SlimTokens(nn.Module):
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
         """Make keys and values of cached tokens, see `AttendsByItself.as_nodes` and `require_layout`."""
         self.require_layout(coordinates)
-        dtype, made = dtype or self.k_proj.weight.dtype, None
+        dtype, made = dtype or self.key_projection.weight.dtype, None
         for start in range(0, max(1, keys.shape[2]), _TOKENS_AT_ONCE):
             part = slice(start, start + _TOKENS_AT_ONCE)
             rotates = self.config.rotary and not self.config.unrotates
