@@ -284,7 +284,7 @@ def test_configs_decide_whether_queries_are_normalised() -> None:
         nn.Module.__init__(layer)
         for has in (True, False):
             setattr(layer, flag, has)
-            assert layer.normalizes_queries == layer.normalizes_keys == has
+            assert layer.normalizes == has
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -11,7 +11,7 @@ from ..layers.family import EncoderDecoder
 SlimBartAttention, SlimBartModel, SlimBartForConditionalGeneration = encoder_decoder_classes(SlimBartConfig, bart)
 FAMILY = EncoderDecoder.of(
     SlimBartForConditionalGeneration,
-    SlimBartModel,
+    slim_base=SlimBartModel,
     embedding="model.shared.weight",
     decoder="model.decoder.",
     renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},

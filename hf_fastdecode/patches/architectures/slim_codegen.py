@@ -119,8 +119,7 @@ SlimCodeGenAttention, SlimCodeGenModel, SlimCodeGenForCausalLM = slim_classes(
 )
 FAMILY = Family.of(
     SlimCodeGenForCausalLM,
-    codegen.CodeGenBlock,
-    rotary,
+    rotary=rotary,
     interleaved=True,
     embedding="transformer.wte.weight",
     layers="transformer.h.",

@@ -55,8 +55,6 @@ SlimGPT2Attention, SlimGPT2Model, SlimGPT2LMHeadModel = slim_classes(
 )
 FAMILY = Family.of(
     SlimGPT2LMHeadModel,
-    gpt2.GPT2Block,
-    None,
     embedding="transformer.wte.weight",
     layers="transformer.h.",
     attention="attn.",

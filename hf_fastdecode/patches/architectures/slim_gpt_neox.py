@@ -37,8 +37,6 @@ SlimGPTNeoXAttention, SlimGPTNeoXModel, SlimGPTNeoXForCausalLM = slim_classes(
 )
 FAMILY = Family.of(
     SlimGPTNeoXForCausalLM,
-    gpt_neox.GPTNeoXLayer,
-    gpt_neox.GPTNeoXRotaryEmbedding,
     embedding="gpt_neox.embed_in.weight",
     layers="gpt_neox.layers.",
     attention="attention.",

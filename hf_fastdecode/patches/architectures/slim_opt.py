@@ -57,8 +57,6 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
 
 FAMILY = Family.of(
     SlimOPTForCausalLM,
-    opt.OPTDecoderLayer,
-    None,
     embedding="model.decoder.embed_tokens.weight",
     layers="model.decoder.layers.",
     output="out_proj",

@@ -35,10 +35,4 @@ class _Model(SlimCausalLM):
 SlimPhi3Attention, SlimPhi3Model, SlimPhi3ForCausalLM = slim_classes(
     SlimPhi3Config, phi3, attention=_Attention, decoder=_Decoder, model=_Model
 )
-FAMILY = Family.of(
-    SlimPhi3ForCausalLM,
-    phi3.Phi3DecoderLayer,
-    phi3.Phi3RotaryEmbedding,
-    fused=Fused("qkv_proj"),
-    longrope=True,
-)
+FAMILY = Family.of(SlimPhi3ForCausalLM, fused=Fused("qkv_proj"), longrope=True)

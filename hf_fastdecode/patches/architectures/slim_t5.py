@@ -112,7 +112,7 @@ def refusal(config: Any) -> str | None:
 
 FAMILY = EncoderDecoder.of(
     SlimT5ForConditionalGeneration,
-    SlimT5Model,
+    slim_base=SlimT5Model,
     embedding="shared.weight",
     decoder="decoder.",
     scale=1.0,

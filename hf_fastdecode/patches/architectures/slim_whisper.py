@@ -31,7 +31,7 @@ SlimWhisperAttention, SlimWhisperModel, SlimWhisperForConditionalGeneration = en
 )
 FAMILY = EncoderDecoder.of(
     SlimWhisperForConditionalGeneration,
-    SlimWhisperModel,
+    slim_base=SlimWhisperModel,
     embedding="model.decoder.embed_tokens.weight",
     decoder="model.decoder.",
     auto=AutoModelForSpeechSeq2Seq,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -93,9 +94,9 @@ class AnyFamily:
     fused: Fused | None = field(default=None, kw_only=True)
 
     @classmethod
-    def of(cls, slim_model: Any, *others: Any, **fields: Any) -> Self:
+    def of(cls, slim_model: Any, **fields: Any) -> Self:
         """The family of a class of slim models, which are registered with the Auto classes."""
-        family = cls(slim_model.__name__.removeprefix("Slim"), slim_model, slim_model.config_class, *others, **fields)
+        family = cls(slim_model.__name__.removeprefix("Slim"), slim_model, slim_model.config_class, **fields)
         AutoModel.register(family.slim_config, family.base_model(), exist_ok=True)
         family.auto.register(family.slim_config, slim_model, exist_ok=True)
         return family
@@ -160,7 +161,7 @@ class Family(AnyFamily):
     """
 
     decoder_layer: Callable[[Any, int], nn.Module]
-    rotary: Callable[[Any], Any] | None
+    rotary: Callable[[Any], Any] | None = None
     interleaved: bool = False
     layers: str = "model.layers."
     attention: str = "self_attn."
@@ -177,6 +178,15 @@ class Family(AnyFamily):
     run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
     buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
     left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    @classmethod
+    def of(cls, slim_model: Any, **fields: Any) -> Self:
+        """As of `AnyFamily`; layers and RoPE are by default the classes that transformers' modelling file names."""
+        ordinary = next(one for one in slim_model.__mro__ if one.__module__.startswith("transformers.models."))
+        source, (layer,) = sys.modules[ordinary.__module__], ordinary._no_split_modules
+        name = slim_model.config_class.__name__.removeprefix("Slim").removesuffix("Config")
+        found = {"decoder_layer": getattr(source, layer), "rotary": getattr(source, f"{name}RotaryEmbedding", None)}
+        return super().of(slim_model, **found | fields)
 
     def base_model(self) -> Any:
         return self.slim_model.slim_decoder
@@ -248,8 +258,8 @@ class EncoderDecoder(AnyFamily):
         other_refusal: Why a whole model of a config has no slim form, or None.
     """
 
-    slim_base: type[PreTrainedModel]
-    decoder: str
+    slim_base: type[PreTrainedModel] = field(kw_only=True)
+    decoder: str = field(kw_only=True)
     scale: float | None = None
     score_bias: Callable[[PreTrainedModel, int], Tensor] | None = None
     audio: bool = False

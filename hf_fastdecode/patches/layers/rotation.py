@@ -53,12 +53,11 @@ class Rotation(NamedTuple):
 def forest_rotation(
     tables: Callable[[Tensor], Tables], cache: SharedContextCache, position_ids: Tensor, *, unrotates: bool
 ) -> Rotation:
-    """Tables for a pass over a shared-context cache.
+    """Tables for a pass over a shared-context cache, by `tables` of positions ``[rows or 1, tokens]``.
 
     Prefill rotates the keys of its own tokens, a step those of suffixes. Scores depend on differences of positions
     only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
-    after RoPE (`unrotates`) hold their positions. `tables` makes tables of positions ``[rows or 1, tokens]``, such as
-    `position_ids` of this pass.
+    after RoPE (`unrotates`) hold their positions.
 
     Raises:
         ValueError: In a pass outside generation, positions that do not continue those of each row, unless they are
@@ -84,11 +83,7 @@ def forest_rotation(
 def cache_rotation(
     tables: Callable[[Tensor], Tables], query_positions: Tensor, key_positions: Tensor | None
 ) -> Rotation:
-    """Tables for a pass over one of transformers' caches, or over none.
-
-    Of this pass's positions ``[rows or 1, tokens]``, and of all keys', as `key_positions` counts them, or None where
-    they are cached.
-    """
+    """Tables for a pass over one of transformers' caches, or none; `key_positions` is None where they are cached."""
     tokens = tables(query_positions)
     if key_positions is None:
         return Rotation(query_positions, tokens, None)
@@ -141,7 +136,7 @@ def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
     """Positions of all keys that a layer reads, the cached ones and those of this pass: ``[rows or 1, slots]``, int64.
 
-    They are arbitrary for padding and for unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
+    They are arbitrary for padding and unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
     `visible` is from `visible_slots`, `cached` the slots in use before (a tensor for static caches), and `slots` those
     that the layer reads, at least ``cached + tokens``.
     """

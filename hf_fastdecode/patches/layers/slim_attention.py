@@ -1,11 +1,10 @@
 """Attention over what a slim layer caches, in PyTorch's operators, with softmax sparsity where a config asks for it.
 
 Sparsity (Slim attention, section 3): tokens whose attention weight is below a threshold add nothing, and the other
-weights are not renormalised. PyTorch's operators multiply zeros as any number, so this saves no time here; it shows
-what a kernel that skips tokens could save, and at which error.
+weights are not renormalised. PyTorch's operators multiply zeros as any number, so it saves no time; it shows what a
+kernel that skips tokens could save, and at which error.
 
-Projections of cached inputs are applied on whichever side of the softmax is cheaper (Slim attention, section 6, option
-2).
+Projections of cached inputs are applied on whichever side of the softmax is cheaper (section 6, option 2).
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Projection(nn.Module):
         return linear
 
     def extra_repr(self) -> str:
-        """The text of `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -189,9 +187,8 @@ def slim_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend.
 
-    For few queries, keys are averaged and the averages are multiplied by the matrix M that maps keys to values. For
-    many, the values of all tokens are made first, at the cost of an ordinary value projection, and PyTorch's fused
-    attention runs.
+    Few queries average keys and multiply the averages by the matrix M that maps keys to values. For many, the values
+    of all tokens are made first, at the cost of an ordinary value projection, and PyTorch's fused attention runs.
 
     Args:
         query: ``[rows, heads, queries, head_dim]`` after RoPE, in fp32.
@@ -201,7 +198,6 @@ def slim_attention(
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
             with ``causal=False`` for all tokens.
-        scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
         threshold: Weights below it count as 0; 0 turns this off.
         dtype: Dtype of fused attention and of the result.
@@ -274,7 +270,6 @@ def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: fl
 
 
 def _split_mask(mask: Tensor | None, queries: int, at_once: int) -> Iterable[Tensor | None]:
-    """A mask ``[..., queries or 1, tokens]``, split like the queries."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * -(-queries // at_once)
     return mask.split(at_once, -2)

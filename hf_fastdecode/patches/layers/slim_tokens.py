@@ -1,4 +1,4 @@
-"""Converts a slim layer's cached tokens to keys and values."""
+"""Keys and values of what slim layers cache."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class SlimTokens(nn.Module):
 
     Attributes:
         projections: Names of the projections of queries, keys and values.
+        norms: Names of the modules of QK-norm, of queries and of keys, which layers need not have.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1 (GPT-J, Cohere), not i and i + n of 2 n (Llama).
         tables: Makes the tables of positions ``[rows or 1, tokens]``; set by decoders with RoPE.
         layer: Cache layout of the layer.
@@ -50,6 +51,7 @@ class SlimTokens(nn.Module):
     """
 
     projections: ClassVar[tuple[str, str, str]] = ("q_proj", "k_proj", "v_proj")
+    norms: ClassVar[tuple[str, str]] = ("q_norm", "k_norm")
     interleaved: ClassVar[bool] = False
     tables: Callable[[Tensor], Tables]
     config: Any
@@ -130,32 +132,27 @@ class SlimTokens(nn.Module):
         rotated = self._heads(keys.to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
         numbers = load(coordinates, dtype, self.head_dim)
-        return CachedTokens(plain, numbers, tables, None if self.normalizes_keys else rotated)
+        return CachedTokens(plain, numbers, tables, None if self.normalizes else rotated)
 
     @property
-    def normalizes_keys(self) -> bool:
-        """Whether `key_norm` changes keys; architectures whose configs decide that override it."""
-        return type(self).key_norm is not SlimTokens.key_norm
+    def normalizes(self) -> bool:
+        """Whether there is QK-norm; keys are cached before it."""
+        return self.norms[0] in self._modules
 
-    @property
-    def normalizes_queries(self) -> bool:
-        """Whether `query_norm` changes queries; architectures whose configs decide that override it."""
-        return type(self).query_norm is not SlimTokens.query_norm
+    def norm(self, module: Any, x: Tensor) -> Tensor:
+        """QK-norm of a whole projection, ``[rows, tokens, heads * head_dim]``."""
+        return module(x)
 
-    def query_norm(self, query: Tensor) -> Tensor:
-        """QK-norm of projected queries, ``[rows, tokens, heads * head_dim]``."""
-        return query
-
-    def key_norm(self, keys: Tensor) -> Tensor:
-        """QK-norm of projected keys, ``[rows, tokens, heads * head_dim]`` in fp32; they are cached before it."""
-        return keys
+    def _normed(self, x: Tensor, which: int) -> Tensor:
+        module = self._modules.get(self.norms[which])
+        return x if module is None else self.norm(module, x)
 
     def scored_query(self, query: Tensor, tables: Tables | None) -> Tensor:
         """Normalise and rotate projected queries, ``[rows, tokens, heads * head_dim]``.
 
         Returns ``[rows, heads, tokens, head_dim]`` in fp32.
         """
-        query = self._heads(self.query_norm(query).to(wide(query.dtype)))
+        query = self._heads(self._normed(query, 0).to(wide(query.dtype)))
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
 
     def scored_keys(self, tokens: CachedTokens) -> Tensor:
@@ -169,7 +166,8 @@ class SlimTokens(nn.Module):
         if rotated is not None:
             offset = self._heads(self.slim.key_offset[None, None])
             return rotated + rotate(offset, tables, interleaved=self.interleaved)
-        return rotate(self._heads(self.key_norm(self.slim.rotatable(keys))), tables, interleaved=self.interleaved)
+        exact = keys[:, 0].to(wide(keys.dtype)) + self.slim.key_offset
+        return rotate(self._heads(self._normed(exact, 1)), tables, interleaved=self.interleaved)
 
     def score_operands(self, query: Tensor, tokens: CachedTokens, *, dropout: float = 0.0) -> tuple[Tensor, Tensor]:
         """Queries and keys, as `slim_attention` takes them, from queries ``[rows, heads, queries, head_dim]``.
