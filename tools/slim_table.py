@@ -73,7 +73,7 @@ def rows() -> list[Row]:
             rank = len(fitted[0].directions) // part if part else 0
             found = [judge.value_coordinates(one, rank, dtype) for judge, one in zip(judges, fitted)]
             table.append(_row(cache_name(part, dtype), found, ordinary))
-    plans = [fit_layer(own, text, eight_bits=torch.int8)[0] for (own, _), text in zip(layers, texts)]
+    plans = [fit_layer(own, text, cache_dtype=torch.int8)[0] for (own, _), text in zip(layers, texts)]
     for dtypes in (("float16", "bfloat16"), ("int8", "float16", "bfloat16")):
         for tolerance in (2.0, 1.0):
             name = f"**the plan{', int8' if 'int8' in dtypes else ''}, tolerance {tolerance:g}**"

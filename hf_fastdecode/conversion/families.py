@@ -1,7 +1,7 @@
 """Families of convertible models, found by config, and the configs of their slim and ordinary models.
 
-Of multimodal models the language model is converted. transformers makes it from a ``text_config`` by the Auto classes,
-so a slim multimodal model is of the ordinary class, with the config of a slim language model as its ``text_config``.
+Of multimodal models the language model is converted. transformers makes it from a ``text_config`` by the Auto
+classes, so a slim multimodal model is of the ordinary class, with a slim config as its ``text_config``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Write a checkpoint atomically: to a staging folder beside the target, which is renamed at the end.
 
-The staging folder holds shards, a state file for resuming, and at the very end the config, without which transformers
-loads nothing. A resumed conversion writes the same bytes as an uninterrupted one; it compares the shards with their
-hashes in the state.
+The staging folder holds shards, a state file for resuming, with the shards' hashes, and at the very end the config,
+without which transformers loads nothing. A resumed conversion writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The groups of tensors of a converted checkpoint, in both directions, with no more than one group in memory.
 
-The first group is all that is outside the layers. Then follows one per decoder layer; for encoder-decoders, whose
-encoder stays as it is, one per attention of the decoder.
+The first group is all that is outside the layers; then follows one per decoder layer, of encoder-decoders one per
+attention of the decoder.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class TensorStream:
         return sorted(name for name in self.source.places if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors, each cast as it is read."""
         return {name: _cast(name, self.source.tensor(name), self.dtype) for name in names}
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -68,10 +67,7 @@ class TensorStream:
 
 
 class SlimStream(TensorStream):
-    """The groups of a slim checkpoint, of an ordinary one.
-
-    Its two kinds differ in how attentions get their calibration inputs from the `inputs` of a pass (`model_inputs`).
-    """
+    """The groups of a slim checkpoint, made of an ordinary one; `inputs` are those of a calibration pass."""
 
     def __init__(
         self,
@@ -103,15 +99,13 @@ class SlimStream(TensorStream):
         return below(prefix, tensors), seen
 
     def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
-        """Calibration inputs of an attention, given the tensors of its group."""
         raise NotImplementedError
 
 
 class EncoderDecoderStream(SlimStream):
-    """A stream that loads the ordinary model for one calibration pass, as all layers need the encoder's output.
+    """Loads the ordinary model for one calibration pass, as all layers need the encoder's output.
 
-    The model runs in the dtype of the result. Its tensors are then read, converted and written attention by attention.
-    A resumed conversion repeats the pass.
+    The model runs in the dtype of the result. A resumed conversion repeats the pass.
     """
 
     _seen: list[AttentionInputs] | None = None
@@ -125,10 +119,10 @@ class EncoderDecoderStream(SlimStream):
 
 
 class DecoderOnlyStream(SlimStream):
-    """A stream that runs the calibration text through the layers as they are converted.
+    """Runs the calibration text through the layers as they are converted, each built from its own weights.
 
-    Each is built from its own weights and takes the output of the one before. Layers run in the dtype of the result,
-    as in `to_slim`: otherwise rounding that the model does anyway counts as an error of a cache of inputs.
+    Layers run in the dtype of the result, as in `to_slim`: otherwise rounding that the model does anyway counts as an
+    error of a cache of inputs.
     """
 
     family: Family
@@ -145,7 +139,6 @@ class DecoderOnlyStream(SlimStream):
         return tensors
 
     def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
-        """Run the text through a layer."""
         family, config = self.family, deepcopy(self.config)
         config._attn_implementation = "sdpa"
         with torch.device("meta"):

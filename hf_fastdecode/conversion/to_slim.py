@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.config_base import Rope, check_threshold
 
-from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
-from .calibration import beginning, calibration_ids, check_vocabulary, model_inputs, record
+from ..patches.layers.family import EncoderDecoder, Family, language_config
+from .calibration import calibration_text, model_inputs, record
 from .families import family_of, require_rope, slim_config, untied
 from .fit.attention import AttentionInputs
 from .fit.layer_plan import dtype_name
@@ -81,12 +81,8 @@ def to_slim(
     require_rope(family, config, choice.rope)
     _require_plain(model)
     _require_ordinary(model, family)
-    if calibration is None:
-        if tokenizer is None:
-            raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
-        calibration = calibration_ids(tokenizer, limit=longest_text(config))
-    calibration = check_vocabulary(beginning(calibration, longest_text(config)), config.vocab_size)
-    seen = record(model, family, model_inputs(family, model.config, calibration, features))
+    ids = calibration_text(config, calibration, tokenizer)
+    seen = record(model, family, model_inputs(family, model.config, ids, features))
     state, prefixes = model.state_dict(), family.attentions(config)
 
     def attention(index: int) -> tuple[Mapping[str, Tensor], AttentionInputs]:
@@ -145,7 +141,7 @@ def _slim_model(
     state: Mapping[str, Tensor],
     rope: str,
 ) -> PreTrainedModel:
-    """Build the slim form of a model, in eval mode, with its config's `entries`, one per layer.
+    """The slim form of a model, in eval mode, with its config's `entries`, one per layer.
 
     It takes the parameters and saved buffers of `state` without a copy, and everything else from the ordinary model.
     """

@@ -50,9 +50,6 @@ class SlimLayer:
             then caches them in fp16, which has three more bits in the same bytes.
         cache_dtype: One of `CACHE_DTYPES`, for keys and V-coordinates, or for inputs; None to follow the model's
             dtype, and for keys `float16`.
-
-    Raises:
-        ValueError: No such plan, or a rank or a cache dtype that the plan cannot have.
     """
 
     plan: str
@@ -65,10 +62,9 @@ class SlimLayer:
         if type(self.rank) is not int or (self.rank < 1 if self.plan == "k+r" else self.rank != 0):
             bound = "an integer of at least 1" if self.plan == "k+r" else "0"
             raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
-        if self.cache_dtype is not None and (self.plan in ("kv", "e") or self.cache_dtype not in CACHE_DTYPES):
-            bound = (
-                "None, the model's own" if self.plan in ("kv", "e") else f"None or one of {', '.join(CACHE_DTYPES)}"
-            )
+        known = () if self.plan in ("kv", "e") else CACHE_DTYPES
+        if self.cache_dtype not in (None, *known):
+            bound = f"None or one of {', '.join(known)}" if known else "None, the model's own"
             raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
     @property
@@ -83,13 +79,11 @@ class SlimLayer:
 
 
 def check_plan(plan: object, allowed: Sequence[str]) -> None:
-    """Raise ValueError for a plan that is not among those allowed."""
     if plan not in allowed:
         raise ValueError(f"a slim layer's plan must be one of {', '.join(allowed)}, got {plan!r}")
 
 
 def check_threshold(threshold: object) -> None:
-    """Raise ValueError for a threshold that is not a number of at least 0 and below 1."""
     if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise ValueError(
             f"a sparsity threshold is a bound on attention weights, at least 0 (off) and below 1, got {threshold!r}"
@@ -155,9 +149,8 @@ class SlimConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Check, and import the model classes, which the Auto classes ask for next.
 
-        Raises:
-            ValueError: Fields out of bounds, unknown plans, plans without values for a model that is not multi-head,
-                or as by `unrotates`.
+        Raises ValueError for fields out of bounds, unknown plans, plans without values for a model that is not
+        multi-head, or as `unrotates`.
         """
         super().__post_init__(**kwargs)
         _ = self.unrotates
@@ -193,9 +186,7 @@ class SlimConfig(PreTrainedConfig):
     def unrotates(self) -> bool:
         """Whether keys are cached after RoPE, beside their positions, and un-rotated when they are read.
 
-        Raises:
-            ValueError: `slim_rope` is neither ``raw`` nor ``unrotate``, or ``unrotate`` without RoPE of fixed
-                frequencies.
+        Raises ValueError for another `slim_rope` than ``raw`` and ``unrotate``, or RoPE without fixed frequencies.
         """
         rope = self.slim_rope  # read once: attributes of configs are slow, and all layers ask in each step
         if rope == "raw":
@@ -250,7 +241,7 @@ def slim_config(
 ) -> type[SlimConfig]:
     """Make and register the config class of a family: the ordinary one, with the cache layout of each layer.
 
-    The class will be found in `module`; `base` precedes the ordinary config of `model_type` among base classes.
+    Checkpoints find the class in `module`; `base` precedes the ordinary config of `model_type` among base classes.
     """
     from transformers.models.auto.configuration_auto import AutoConfig  # whose import ends in that of this class
 
@@ -264,7 +255,7 @@ def slim_config(
 
 
 def families_in(module: ModuleType) -> tuple[str, ...]:
-    """transformers' names of the ordinary architectures whose slim configs a module makes, in its order."""
+    """Model types of the ordinary architectures whose slim configs a module makes, in its order."""
     made = (one for one in vars(module).values() if isinstance(one, type) and issubclass(one, SlimConfig))
     own = (one for one in made if "model_type" in vars(one) and one.__module__ == module.__name__)
     return tuple(one.model_type.removeprefix("slim_") for one in own)

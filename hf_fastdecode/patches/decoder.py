@@ -52,8 +52,8 @@ class SlimPreTrainedModel(PreTrainedModel):
 class SlimDecoder(SlimPreTrainedModel):
     """A decoder with slim layers; precedes the architecture's own class among base classes.
 
-    `blocks` is the list of layers, `attention` that of a layer. `slim_layer` is the class of layers with slim
-    attention, where the architecture's own does not pass on `ROTATION`.
+    `blocks` and `attention` name the list of layers, and a layer's attention. `slim_layer` is the class of layers with
+    slim attention, where the architecture's own does not pass on `ROTATION`.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
@@ -94,10 +94,8 @@ class SlimRotaryDecoder(SlimDecoder):
         """Run the decoder, with the ordinary decoder's arguments and their order.
 
         Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder. Positions of cached
-        tokens must have risen by 1 from token to token, unless the cache holds them.
-
-        Raises:
-            ValueError: `position_ids` that do not rise by 1, in the first pass over a cache that holds no positions.
+        tokens must have risen by 1 from token to token, unless the cache holds them; else the first pass over a cache
+        raises ValueError.
         """
         given = named_arguments(self._argument_names, args, kwargs)
         input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
@@ -170,7 +168,7 @@ class SlimCausalLM(SlimPreTrainedModel):
 class SlimEncoderDecoder(SlimPreTrainedModel):
     """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
 
-    The encoder caches nothing and is the ordinary one. `blocks` is the decoder's list of layers, and the attentions
+    The encoder caches nothing and is the ordinary one. `blocks` names the decoder's list of layers, and the attentions
     are paths below a layer.
     """
 
@@ -193,10 +191,7 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
 
 
 def slim_class(config: type[SlimConfig], slim: type, ordinary: Any, **attributes: Any) -> Any:
-    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know.
-
-    The base class `slim` changes the ordinary one, which it precedes; `config` is the class of the family's configs.
-    """
+    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know."""
     module = f"{__package__}.architectures.{config.model_type}"
     doc = f"{ordinary.__name__} with slim attention."
     return type(f"Slim{ordinary.__name__}", (slim, ordinary), {"__module__": module, "__doc__": doc, **attributes})
@@ -213,10 +208,10 @@ def slim_classes(
 ) -> tuple[Any, Any, Any]:
     """Make the classes of a family's attention, decoder and models for generation.
 
-    Base classes `attention`, `decoder` and `model` change ``<family>Attention``, ``<family>Model`` and
+    Base classes `attention`, `decoder` and `model` precede ``<family>Attention``, ``<family>Model`` and
     ``<family><head>`` of `source`, transformers' module; `config` is ``Slim<family>Config``.
     """
-    family = _family_name(config)
+    family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
     decoder = slim_class(config, decoder, getattr(source, f"{family}Model"), **fields)
@@ -232,13 +227,9 @@ def encoder_decoder_classes(
     model: type[SlimEncoderDecoder] = SlimEncoderDecoder,
 ) -> tuple[Any, Any, Any]:
     """As `slim_classes`: the classes of attention, of models without a head, and of models for generation."""
-    family = _family_name(config)
+    family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
     models = (getattr(source, f"{family}{kind}") for kind in ("Model", "ForConditionalGeneration"))
     base, whole = (slim_class(config, model, ordinary, **fields) for ordinary in models)
     return attention, base, whole
-
-
-def _family_name(config: type[SlimConfig]) -> str:
-    return config.__name__.removeprefix("Slim").removesuffix("Config")

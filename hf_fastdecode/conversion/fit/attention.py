@@ -32,8 +32,8 @@ class AttentionWeights:
         output: ``[d_out, heads * value_dim]``.
         query_bias, key_bias, value_bias, output_bias: ``[out]`` of each projection, or None.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
-        query_norm, key_norm: QK-norm, from a whole projection ``[tokens, heads * head_dim]`` to the same shape, before
-            RoPE (OLMo-2); None without. Slim caches keep keys from before it, where they are linear in the inputs.
+        query_norm, key_norm: QK-norm of a whole projection ``[tokens, heads * head_dim]``, before RoPE (OLMo-2), or
+            None. Slim caches keep keys from before it, where they are linear in the inputs.
     """
 
     query: Tensor

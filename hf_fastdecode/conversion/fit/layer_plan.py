@@ -169,9 +169,8 @@ class LayerPlan:
         tolerance: Largest acceptable output error, as a multiple of the `baseline`'s.
         cache_dtype: Dtype of keys and V-coordinates that are not in 8 bits, such as ``float16``; inputs, and keys with
             values, are in `model_dtype`.
-        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``; None where keys do not
-            determine values.
-        singular_values: Those of ``W_K``, descending; empty where keys do not determine values.
+        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``, or None.
+        singular_values: Those of ``W_K``, descending; all three only where keys determine values.
         ordinary_int8: Keys and values in int8, the baseline of caches in 8 bits; None without these. Not a candidate:
             keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
@@ -214,7 +213,6 @@ def fit_layer(
     tolerance: float = 2.0,
     rank_shares: Sequence[Fraction] = RANK_SHARES,
     ranks: Sequence[int] = (),
-    eight_bits: torch.dtype | None = None,
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
     """Measure the caches that a layer may have, and choose the smallest that is accurate enough.
 
@@ -225,10 +223,9 @@ def fit_layer(
         model_dtype: Dtype of the model that made the inputs (else rounding them to it counts as an error of a cache of
             inputs), of the ordinary cache and of a cache of inputs.
         cache_dtype: Dtype of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same
-            bytes), else the model's.
+            bytes), else the model's. One of `EIGHT_BITS` is tried beside that, also for inputs.
         tolerance: Largest acceptable output error, as a multiple of that of an ordinary cache.
         rank_shares, ranks: Ranks to try, as shares of the width of the values, and further ones.
-        eight_bits: int8 or float8_e4m3fn, to try keys and V-coordinates, and inputs, in this dtype too.
 
     Returns:
         The plan, with ``kv`` always among the candidates, and statistics for `store_value_coordinates` by the cache's
@@ -241,7 +238,8 @@ def fit_layer(
     _check_text(text, model_dtype)
     if not tolerance >= 1:
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
-    if cache_dtype is None:
+    eight_bits = cache_dtype if cache_dtype in EIGHT_BITS else None
+    if cache_dtype is None or eight_bits is not None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
     half = len(text.key_inputs) // 2
     fitted, errors = text.part(slice(half)), CacheErrors(weights, text.part(slice(half, None)))

@@ -37,7 +37,6 @@ MOST_POSITIONS: Final = _LOW * _LOW
 
 
 def biased_widths(config: Any, key: int, value: int) -> tuple[int, int]:
-    """Elements of a head's key and value with the bias, see `OwnCode.widths`."""
     return key + WIDTH, value + WIDTH
 
 
@@ -76,7 +75,6 @@ def with_ones(query: Tensor) -> Tensor:
 
 
 def widened(values: Tensor) -> Tensor:
-    """Values as wide as their keys."""
     return F.pad(values, (0, WIDTH))
 
 

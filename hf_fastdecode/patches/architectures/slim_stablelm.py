@@ -22,6 +22,12 @@ class _Attention(SlimAttention):
 
     norms = ("q_layernorm", "k_layernorm")
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name in self.norms:
+            for norm in getattr(self._modules.get(name), "norms", ()):
+                norm.__class__ = HeadNorm
+
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -30,11 +36,13 @@ class _Attention(SlimAttention):
 
     def norm(self, module: Any, x: Tensor) -> Tensor:
         heads = x.to(wide(x.dtype)).chunk(len(module.norms), -1)
-        return torch.cat([_layer_norm(norm, head) for norm, head in zip(module.norms, heads, strict=True)], -1)
+        return torch.cat([norm(head) for norm, head in zip(module.norms, heads, strict=True)], -1)
 
 
-def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-    return nn.functional.layer_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), None, norm.eps)
+class HeadNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``[..., head_dim]`` in its dtype."""
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
 class SlimStableLmDecoderLayer(stablelm.StableLmDecoderLayer):

@@ -20,8 +20,8 @@ from ...conversion.fit.attention import AttentionWeights, Rotation
 class Fused:
     """A fused projection of queries, keys and values: a module of the ordinary layer.
 
-    Its rows are in `blocks`, a function of the config, each with queries, keys and values in this order. With `conv1d`
-    weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
+    Its rows are in `blocks`, by config, each with queries, keys and values in this order. With `conv1d` weights are
+    stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
     name: str
@@ -77,7 +77,7 @@ class AnyFamily:
 
     Attributes:
         architecture: Class of the ordinary models, as in ``config.architectures``.
-        slim_model: Class of the slim models; for encoder-decoders it knows the names of a decoder layer's modules.
+        slim_model: Class of the slim models.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
         embedding: Name of the embedding's weight.
         renamed: Prefixes of names in checkpoints, and their replacements in models.
@@ -102,7 +102,6 @@ class AnyFamily:
         return family
 
     def base_model(self) -> Any:
-        """Class of the slim models without a head."""
         raise NotImplementedError
 
     def model_name(self, stored: str) -> str:
@@ -145,17 +144,15 @@ class Family(AnyFamily):
     Attributes:
         decoder_layer: Makes an ordinary layer from a config and an index.
         rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
-        layers: Prefix of the layers' weights, before the index.
-        attention: Prefix of an attention's weights within a layer.
-        output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
         interleaved: Whether RoPE pairs coordinates 2 i and 2 i + 1, see `rotate`.
+        layers, attention: Prefix of the layers' weights, before the index, and of an attention's within a layer.
+        output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
         norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
             and the projection.
         norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
         scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
         refusal: Why a model of a config has no slim form, or None.
         longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
-        embed, run_layer: See the functions of these names.
         buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
         left_out: Ends of names in old checkpoints that models no longer read.
     """
@@ -193,11 +190,9 @@ class Family(AnyFamily):
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """Plans that layers can have."""
         return self.slim_config.plans
 
     def layer_prefix(self, index: int) -> str:
-        """Prefix of the names of a layer's weights."""
         return f"{self.layers}{index}."
 
     def attentions(self, config: Any) -> list[str]:
@@ -211,7 +206,6 @@ class Family(AnyFamily):
         return config.num_attention_heads, kv_heads(config)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """As of `AnyFamily`, with the factor on the scores and QK-norm of a layer."""
         if self.output_conv1d:
             name = f"{self.output}.weight"
             plain = {**plain, name: plain[name].mT}
@@ -270,7 +264,6 @@ class EncoderDecoder(AnyFamily):
         return self.slim_base
 
     def refusal(self, config: Any) -> str | None:
-        """Why a model of a config has no slim form, or None."""
         if config.is_encoder_decoder:
             return self.other_refusal(config)
         return (
@@ -292,15 +285,12 @@ class EncoderDecoder(AnyFamily):
         return (*attention.projections, attention.output_projection)["qkvo".index(part)]
 
     def heads(self, config: Any) -> tuple[int, int]:
-        """As of `AnyFamily`; `num_attention_heads` may be those of the encoder."""
         heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
         return heads, heads
 
-    def rotation(self, config: Any, tokens: int) -> None:
-        """None: there is no RoPE."""
+    def rotation(self, config: Any, tokens: int) -> None: ...
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """As of `AnyFamily`; all attentions have one factor on the scores."""
         return replace(super().weights(config, plain, index), scale=self.scale)
 
 

@@ -67,8 +67,8 @@ def test_candidates_and_their_bytes() -> None:
 
 def test_plans_survive_json() -> None:
     for weights in (layer(), layer(kv_heads=2)):
-        for eight_bits in (None, torch.int8):
-            plan = plan_layer(weights, text(126), rotation=rope(126), eight_bits=eight_bits)
+        for dtype in (None, torch.int8):
+            plan = plan_layer(weights, text(126), rotation=rope(126), cache_dtype=dtype)
             plain = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
             assert plain == plan.to_dict()
             assert plain["chosen"] in plain["candidates"]
@@ -82,7 +82,7 @@ def test_caches_in_8_bits_are_held_to_int8_keys_and_values(
     dtype: torch.dtype, condition: float, tolerance: float
 ) -> None:
     arguments = {"rotation": rope(252), "tolerance": tolerance}
-    plan = plan_layer(layer(condition=condition), text(252), eight_bits=dtype, **arguments)
+    plan = plan_layer(layer(condition=condition), text(252), cache_dtype=dtype, **arguments)
     judge, before = plan.ordinary_int8, plan_layer(layer(condition=condition), text(252), **arguments)
     assert judge is not None
     assert (judge.dtype, judge.bytes_per_token) == ("int8", 2 * (48 + 4 * 2))
@@ -235,14 +235,14 @@ def test_trained_layers_in_int8() -> None:
     """Keys alone fail on every layer; few V-coordinates bring half of int8 keys and values within twice its error."""
     layers, rotation = embedded()
     for weights, inputs in layers:
-        plan = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.int8)
+        plan = plan_layer(weights, inputs, rotation=rotation, cache_dtype=torch.int8)
         assert plan.ordinary_int8 is not None
         by_rank = {one.rank: one.output_error for one in plan.candidates if one.dtype == "int8"}
         assert by_rank[0] > 10 * plan.ordinary_int8.output_error
         assert by_rank[32] < 2 * plan.ordinary_int8.output_error
         assert (plan.chosen.plan, plan.chosen.dtype) == ("k+r", "int8")
         assert plan.chosen.bytes_per_token < 0.6 * plan.ordinary_int8.bytes_per_token
-        fp8 = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.float8_e4m3fn)
+        fp8 = plan_layer(weights, inputs, rotation=rotation, cache_dtype=torch.float8_e4m3fn)
         assert fp8.chosen.dtype == "float16"
 
 
