@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
-from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config, longest_text
+from ..patches.layers.family import Family, attention_inputs, language_config, longest_text
 from .fit.attention import AttentionInputs
 from .fit.cached_numbers import load, store
 
@@ -79,16 +79,14 @@ def _beginning(ids: Tensor, limit: int | None) -> Tensor:
     return ids[: min(TOKENS, limit or TOKENS)]
 
 
-def model_inputs(
-    family: Family | EncoderDecoder, config: Any, ids: Tensor, features: Tensor | None = None
-) -> dict[str, Tensor]:
+def model_inputs(family: Family, config: Any, ids: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
     """Arguments of a forward pass over ids ``[tokens]``; an encoder reads the same text, or features.
 
     A decoder's first token is put before the text, unless it begins with that. Features are ``[1, bands, frames]``; if
     None, synthetic ones, for models that read sounds. Raises ValueError where the config does not name the decoder's
     first token, or features are of another shape.
     """
-    if isinstance(family, Family):
+    if not family.has_encoder:
         return {"input_ids": ids[None]}
     if (first := getattr(config, "decoder_start_token_id", None)) is None:
         raise ValueError(
@@ -146,9 +144,7 @@ def _not_finite(features: Tensor) -> int:
     return int(features.isfinite().logical_not().sum())
 
 
-def record(
-    model: PreTrainedModel, family: Family | EncoderDecoder, inputs: dict[str, Tensor]
-) -> list[AttentionInputs]:
+def record(model: PreTrainedModel, family: Family, inputs: dict[str, Tensor]) -> list[AttentionInputs]:
     """Inputs of every attention, in the order of `attentions`, in one run of an ordinary model, fp32 on the CPU."""
     seen: list[Tensor] = []
     encoded: list[Tensor] = []
@@ -165,7 +161,7 @@ def record(
             attention = model.get_submodule(prefix.rstrip("."))
             hooks.enter_context(attention.register_forward_pre_hook(keep, with_kwargs=True))
         model.eval()(**on_device(model, inputs), use_cache=False)
-        if isinstance(family, EncoderDecoder) and family.score_bias is not None:
+        if family.score_bias is not None:
             bias = family.score_bias(model, inputs["decoder_input_ids"].shape[1]).float().cpu()
     if not encoded:
         return [AttentionInputs(one) for one in seen]

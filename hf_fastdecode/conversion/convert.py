@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from hf_fastdecode.files import write_json
 from hf_fastdecode.model_loading import has_no_vocabulary
 
-from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_contexts
+from ..patches.layers.family import Family, language_config, longest_contexts
 from .calibration import cached_logits, calibration_text, model_inputs, read_features
 from .families import family_of, family_of_slim, require_rope
 from .fit.cached_numbers import EIGHT_BITS
@@ -88,7 +88,7 @@ def convert_checkpoint(
             return conversion.write(writer, on_group)
 
 
-def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecoder]:
+def _family(config: Any, settings: Settings) -> tuple[str, Family]:
     """The `model_type` and the family of a config that can be converted; ValueError where it cannot."""
     if settings.format == "full":
         model_type, family = family_of_slim(config)
@@ -105,15 +105,10 @@ def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecod
 class _Conversion:
     """A conversion of an opened source: its tensors as a stream, its calibration inputs and its report."""
 
-    def __init__(
-        self, source: Checkpoint, settings: Settings, model_type: str, family: Family | EncoderDecoder
-    ) -> None:
+    def __init__(self, source: Checkpoint, settings: Settings, model_type: str, family: Family) -> None:
         self.source, self.settings, self.family = source, settings, family
         source.rename(self.family.model_name)
-        if isinstance(self.family, Family):
-            source.check(self.family.auto, self.family.layers, self.family.left_out)
-        else:
-            source.check(self.family.auto)
+        source.check(family.auto, None if family.has_encoder else family.layers, family.left_out)
         dtype = settings.dtype or source.tensor(self.family.embedding).dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
@@ -133,7 +128,7 @@ class _Conversion:
         if settings.format == "full":
             self.stream = FullStream(source, model_type, self.family, dtype)
         else:
-            kind = EncoderDecoderStream if isinstance(self.family, EncoderDecoder) else DecoderOnlyStream
+            kind = EncoderDecoderStream if self.family.has_encoder else DecoderOnlyStream
             self.stream = kind(source, self.family, settings.choice, dtype, self.inputs)
         self.report = self._describe()
 
@@ -177,8 +172,7 @@ class _Conversion:
     def _files(self) -> tuple[Path | None, Path | None]:
         """The calibration text and features; None for the built-in text and synthetic features."""
         settings, file = self.settings, self.settings.calibration
-        reads_sounds = isinstance(self.family, EncoderDecoder) and self.family.audio
-        if reads_sounds and file is not None and file.suffix == _FEATURES:
+        if self.family.audio and file is not None and file.suffix == _FEATURES:
             return settings.transcript, file
         if settings.transcript is not None:
             raise CheckpointError(
@@ -234,7 +228,7 @@ class _Conversion:
         }
         if source.left_out:
             report["left_out"] = source.left_out
-        if isinstance(self.family, EncoderDecoder):
+        if self.family.has_encoder:
             report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
             if self.family.audio:
                 file = self.features
@@ -292,7 +286,7 @@ class Verification:
 def verify(
     ordinary: tuple[Path, Any],
     slim: tuple[Path, Any],
-    family: Family | EncoderDecoder,
+    family: Family,
     dtype: torch.dtype,
     inputs: dict[str, Tensor],
     tolerance: float,

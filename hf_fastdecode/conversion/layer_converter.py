@@ -30,7 +30,7 @@ from hf_fastdecode.patches.config_base import (
     read_layers,
 )
 
-from ..patches.layers.family import EncoderDecoder, Family
+from ..patches.layers.family import Family
 from .fit.attention import AttentionInputs, AttentionWeights, bias_or_zero, value_constant
 from .fit.layer_plan import RANK_SHARES, CacheError, CacheErrors, LayerPlan, fit_layer, in_eight_bits, relative_error
 from .fit.value_coordinates import (
@@ -219,7 +219,7 @@ class LayerConverter:
 
     def __init__(
         self,
-        family: Family | EncoderDecoder,
+        family: Family,
         config: Any,
         choice: PlanChoice,
         source: Callable[[int], tuple[Mapping[str, Tensor], AttentionInputs]],
@@ -227,7 +227,7 @@ class LayerConverter:
         self.family, self.config, self.source = family, config, source
         self.count = len(family.attentions(config))
         self.choice = choice
-        if isinstance(family, EncoderDecoder) and choice.plan in _IN_TURNS:
+        if family.has_encoder and choice.plan in _IN_TURNS:
             self.choice = replace(choice, plan=_IN_TURNS[str(choice.plan)] * (self.count // 2))
 
     def convert(self, index: int) -> ConvertedLayer:
@@ -280,8 +280,8 @@ class LayerConverter:
     @cached_property
     def _plans(self) -> tuple[Sequence[str], ...]:
         """Plans that attentions can have, in turns."""
-        if isinstance(self.family, Family):
-            return (self.family.plans,)
+        if not self.family.has_encoder:
+            return (self.family.slim_config.plans,)
         return SELF_PLANS, CROSS_PLANS if self._reads_encoder() else PLANS
 
     def _reads_encoder(self) -> bool:

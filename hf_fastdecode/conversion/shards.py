@@ -165,15 +165,11 @@ class ShardWriter:
                 file.unlink()
         for number, sha256 in enumerate(state["hashes"], 1):
             written, final = self._shard_files(number)
-            self._require_whole(final if final.exists() else written, sha256)
-
-    def _require_whole(self, file: Path, sha256: str) -> None:
-        try:
-            whole = _file_sha256(file) == sha256
-        except OSError:
-            whole = False
-        if not whole:
-            raise CheckpointError(f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}")
+            file = final if final.exists() else written
+            if not file.is_file() or _file_sha256(file) != sha256:
+                raise CheckpointError(
+                    f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}"
+                )
 
     def _save_state(self) -> None:
         write_json(self.folder / _STATE, self.state | {"sha256": _digest(self.state)})

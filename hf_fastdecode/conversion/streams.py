@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
+from ..patches.layers.family import Family, attention_inputs, language_config
 from .calibration import record
 from .families import full_config, slim_config, untied
 from .fit.attention import AttentionInputs
@@ -24,13 +24,13 @@ from .source import Checkpoint, CheckpointError
 class TensorStream:
     """Base class of both directions: the names of groups and attentions, and tensors outside them in `dtype`."""
 
-    def __init__(self, source: Checkpoint, family: Family | EncoderDecoder, dtype: torch.dtype) -> None:
+    def __init__(self, source: Checkpoint, family: Family, dtype: torch.dtype) -> None:
         self.source, self.family, self.dtype = source, family, dtype
         self.config = language_config(source.config)
         self.attentions = family.attentions(self.config)
         self.prefixes = self.attentions
-        if isinstance(family, Family):
-            self.prefixes = [family.layer_prefix(index) for index in range(len(self.attentions))]
+        if not family.has_encoder:
+            self.prefixes = [f"{family.layers}{index}." for index in range(len(self.attentions))]
 
     def __len__(self) -> int:
         return len(self.prefixes) + 1
@@ -72,7 +72,7 @@ class SlimStream(TensorStream):
     def __init__(
         self,
         source: Checkpoint,
-        family: Family | EncoderDecoder,
+        family: Family,
         choice: PlanChoice,
         dtype: torch.dtype,
         inputs: dict[str, Tensor],
@@ -125,7 +125,6 @@ class DecoderOnlyStream(SlimStream):
     error of a cache of inputs.
     """
 
-    family: Family
     hidden: Tensor | None = None
 
     def skip(self, groups: int) -> None:
@@ -150,7 +149,7 @@ class DecoderOnlyStream(SlimStream):
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             seen.append(attention_inputs(args, kwargs))
 
-        layer.get_submodule(family.attention.rstrip(".")).register_forward_pre_hook(keep, with_kwargs=True)
+        layer.get_submodule(family.paths[0]).register_forward_pre_hook(keep, with_kwargs=True)
         assert self.hidden is not None
         positions = torch.arange(len(self.hidden))[None]
         with torch.no_grad():
@@ -162,9 +161,7 @@ class DecoderOnlyStream(SlimStream):
 class FullStream(TensorStream):
     """The groups of an ordinary checkpoint, of a slim one; `model_type` as `family_of_slim` gives it."""
 
-    def __init__(
-        self, source: Checkpoint, model_type: str, family: Family | EncoderDecoder, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, source: Checkpoint, model_type: str, family: Family, dtype: torch.dtype) -> None:
         super().__init__(source, family, dtype)
         self.model_type = model_type
         self.known: list[dict[str, Any]] = (source.report() or {"layers": []})["layers"]

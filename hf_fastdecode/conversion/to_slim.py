@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.generation.wrappers import unwrapped
 from hf_fastdecode.patches.config_base import Rope, check_threshold
 
-from ..patches.layers.family import EncoderDecoder, Family, language_config
+from ..patches.layers.family import Family, language_config
 from .calibration import calibration_text, model_inputs, record
 from .families import family_of, require_rope, slim_config, untied
 from .fit.attention import AttentionInputs
@@ -115,9 +115,9 @@ def _require_plain(model: PreTrainedModel) -> None:
             )
 
 
-def _require_ordinary(model: PreTrainedModel, family: Family | EncoderDecoder) -> None:
+def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model that is not for generation, or whose tensors are not those of an ordinary one of its config."""
-    if isinstance(family, EncoderDecoder):
+    if family.has_encoder:
         if type(model).__name__ != family.architecture:
             raise ValueError(f"only models for generation, {family.architecture}, have a slim form, got {type(model)}")
         return
@@ -135,7 +135,7 @@ def _require_ordinary(model: PreTrainedModel, family: Family | EncoderDecoder) -
 
 
 def _slim_model(
-    family: Family | EncoderDecoder,
+    family: Family,
     model: PreTrainedModel,
     entries: list[dict[str, Any]],
     state: Mapping[str, Tensor],
@@ -158,7 +158,7 @@ def _slim_model(
         slim: PreTrainedModel = family.slim_model(config)
     slim.load_state_dict(state, strict=True, assign=True)
     slim.generation_config = deepcopy(model.generation_config)
-    if isinstance(family, Family):
+    if not family.has_encoder:
         family.fill_buffers(slim, language_config(slim.config), model.device)
     for name, buffer in list(slim.named_buffers()):
         if buffer.is_meta:

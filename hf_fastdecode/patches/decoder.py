@@ -149,11 +149,11 @@ class SlimRotaryDecoder(SlimDecoder):
 class SlimCausalLM(SlimPreTrainedModel):
     """A slim decoder with a head; precedes the architecture's own class among base classes."""
 
-    slim_decoder: ClassVar[type[nn.Module]]
+    slim_base: ClassVar[type[nn.Module]]
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
-        setattr(self, self.base_model_prefix, self.slim_decoder(config))
+        setattr(self, self.base_model_prefix, self.slim_base(config))
         if not config.layers_that_attend_by_themselves:  # all are the architecture's own
             self._supports_attention_backend = super(SlimPreTrainedModel, self)._supports_attention_backend
         self.vocab_size = config.vocab_size
@@ -173,6 +173,7 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
     """
 
     slim_attention: ClassVar[type[SlimDecoderAttention]]
+    slim_base: ClassVar[type[nn.Module]]
     blocks: ClassVar[str] = "layers"
     self_attention: ClassVar[str] = "self_attn"
     cross_attention: ClassVar[str] = "encoder_attn"
@@ -215,7 +216,7 @@ def slim_classes(
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
     decoder = slim_class(config, decoder, getattr(source, f"{family}Model"), **fields)
-    fields = {"config_class": config, "slim_decoder": decoder}
+    fields = {"config_class": config, "slim_base": decoder}
     return attention, decoder, slim_class(config, model, getattr(source, family + head), **fields)
 
 
@@ -230,6 +231,7 @@ def encoder_decoder_classes(
     family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
-    models = (getattr(source, f"{family}{kind}") for kind in ("Model", "ForConditionalGeneration"))
-    base, whole = (slim_class(config, model, ordinary, **fields) for ordinary in models)
+    base = slim_class(config, model, getattr(source, f"{family}Model"), **fields)
+    ordinary = getattr(source, f"{family}ForConditionalGeneration")
+    whole = slim_class(config, model, ordinary, slim_base=base, **fields)
     return attention, base, whole

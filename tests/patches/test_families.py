@@ -121,7 +121,7 @@ def test_weights_are_read_as_the_layer_uses_them(name: str) -> None:
     """The reference makes of them, with their scale, norms, biases and RoPE, what the layer does."""
     model = family_model(name)
     family, ids, seen = family_of(model.config), TEXT[None, :40], []
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         seen.append((attention_inputs(args, kwargs), output[0][0]))

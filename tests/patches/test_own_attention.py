@@ -15,14 +15,13 @@ from hf_fastdecode._compat import CACHE, COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.patches.architectures import biased_keys
+from hf_fastdecode.patches.architectures import OWN_ATTENTION, biased_keys
 from hf_fastdecode.patches.architectures.biased_keys import (
     MOST_POSITIONS,
     WIDTH,
     with_key_positions,
     with_query_positions,
 )
-from hf_fastdecode.patches.own_attention import OWN_ATTENTION
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu

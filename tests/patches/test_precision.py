@@ -122,7 +122,7 @@ def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) 
     model = tiny_model(name) if name == "llama-mha" else family_model(name)
     slim = to_slim(model, TEXT, rank=4, cache_dtype=cache_dtype, tolerance=1e9)
     family, dtype = family_of(model.config), getattr(torch, slim.config.slim_layers[1]["cache_dtype"])
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

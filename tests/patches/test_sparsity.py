@@ -72,7 +72,7 @@ def test_small_weights_are_skipped(monkeypatch: pytest.MonkeyPatch, name: str, p
     monkeypatch.setattr(slim_attention, "QUERIES_AT_ONCE", at_once)
     model, slim = family_pair(name, plan)
     family = family_of(model.config)
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
     state = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
     weights = family.weights(model.config, family.plain(model.config, state), 1)
     ropes = ["raw", "unrotate"] if family.rotary else ["raw"]

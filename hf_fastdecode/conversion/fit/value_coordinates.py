@@ -214,7 +214,7 @@ def round_with_feedback(
 
 
 def shrunk_gram(gram: Tensor, share: float) -> Tensor:
-    """A Gram matrix with a share of its mean diagonal added to the diagonal; the identity added to a zero matrix."""
+    """A Gram matrix with a share of its mean diagonal, or 1 for a zero matrix, added to the diagonal."""
     mean = gram.diagonal().mean()
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return gram + (share * mean if mean > 0 else 1.0) * identity
@@ -282,7 +282,6 @@ class KeyStatistics:
     """Statistics of a layer's keys on a calibration text, for V-coordinates of any rank. All fp64.
 
     Attributes:
-        key_to_value: ``W_KV`` and the singular values of ``W_K``.
         key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
         noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
         directions: ``[e_v, e_v]``, from `noisiest_directions`.

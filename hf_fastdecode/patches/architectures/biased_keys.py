@@ -5,11 +5,10 @@ precision, which have the 24 bits of fp32; queries have a one for each.
 
 ALiBi (Press et al. 2022) adds ``slope * (key's position - query's)`` to each score, a slope per head. With
 ``position = 256 * high + low`` and ``slope / scale`` as the sum of three parts, each part adds four products: of
-``256 * part`` and `high`, and of ``part`` and `low`, of the key and less those of the query. High and low are whole
-numbers below 256, exact in any dtype, and three parts of half precision have the 24 bits of an fp32 slope, so that
-products are exact up to position 65,535 also in half precision, of which the operators sum products in fp32. They come
-before those of queries and keys themselves, and the query's beside the key's, so that sums stay small near the query:
-what its position adds drops out of the softmax, but sums of partials would round far from 0.
+``256 * part`` and `high`, and of ``part`` and `low`, of the key and less those of the query. All of them are exact up
+to position 65,535, also in half precision, of which the operators sum products in fp32. They come before those of
+queries and keys themselves, and the query's beside the key's, so that sums stay small near the query: what its
+position adds drops out of the softmax, but sums of partials would round far from 0.
 """
 
 from __future__ import annotations

@@ -4,16 +4,14 @@ Learned or sinusoidal positions of BART's family begin at the length of the cach
 padding, and those of a step would be constants in a captured graph. Some of its classes compute attention by their own
 code; the others lack the flag that says that it may be replaced.
 
-M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5 have sinusoidal positions that follow from a decoder's ids. A pass
-counts its tokens from the length of the cache, but for those of padding, which all have one position, whose row of the
-table is zeros. In a captured step that length is a tensor. The classes' own code makes positions of it, but it asks on
-the host whether the table is long enough. Here the table is chosen once for each capture, by the longest row that its
-steps serve: the module's own, or a longer one where the class lets its table grow with the cache. Speech2Text and
-SpeechT5 do not; longer rows run eagerly, until they end or fail as in stock.
+Sinusoidal positions of M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5 follow from a decoder's ids, counted from
+the cache's length, a tensor in a captured step. The classes' code asks on the host whether its table is long enough.
+So the table is chosen once for each capture, by the longest row that its steps serve: the module's, or a longer one
+where the class lets its table grow. Rows that outgrow the others run eagerly, until they end or fail as in stock.
 
 T5 and its relatives have biases by distance, which their attention makes over all slots of the cache. They are made
-once per distance here, by the module's own code, and added to the scores of self-attention. Biases of cross-attention
-are zeros. transformers rounds biases to the model's dtype; here they are added in fp32.
+once per distance here, by the module's own code, and added to the scores of self-attention in fp32; those of
+cross-attention are zeros.
 """
 
 from __future__ import annotations

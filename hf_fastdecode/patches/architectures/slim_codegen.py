@@ -120,13 +120,9 @@ SlimCodeGenAttention, SlimCodeGenModel, SlimCodeGenForCausalLM = slim_classes(
 FAMILY = Family.of(
     SlimCodeGenForCausalLM,
     rotary=rotary,
-    interleaved=True,
     embedding="transformer.wte.weight",
-    layers="transformer.h.",
-    attention="attn.",
     # Four parts, each of queries, values and keys of a quarter of the heads, whatever device trained it.
     fused=Fused("qkv_proj", blocks=lambda config: 4, order="qvk"),
-    output="out_proj",
     run_layer=run_layer,
     buffers={"embed_positions": positions_table},
     left_out=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),

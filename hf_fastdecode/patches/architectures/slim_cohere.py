@@ -30,4 +30,4 @@ class _Model(SlimCausalLM):
 SlimCohereAttention, SlimCohereModel, SlimCohereForCausalLM = slim_classes(
     SlimCohereConfig, cohere, attention=_Attention, model=_Model
 )
-FAMILY = Family.of(SlimCohereForCausalLM, interleaved=True, norm=layer_norm)
+FAMILY = Family.of(SlimCohereForCausalLM, norm=layer_norm)

@@ -15,7 +15,7 @@ from ..config_base import SlimLayer
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
-from ..layers.family import EncoderDecoder
+from ..layers.family import Family
 from ..layers.slim_attention import causal_mask
 from .encoder_decoders import biases_by_distance
 
@@ -110,12 +110,11 @@ def refusal(config: Any) -> str | None:
     )
 
 
-FAMILY = EncoderDecoder.of(
+FAMILY = Family.of(
     SlimT5ForConditionalGeneration,
-    slim_base=SlimT5Model,
     embedding="shared.weight",
-    decoder="decoder.",
-    scale=1.0,
+    layers="decoder.block.",
+    scale=lambda config, index: 1.0,
     score_bias=score_bias,
-    other_refusal=refusal,
+    refusal=refusal,
 )

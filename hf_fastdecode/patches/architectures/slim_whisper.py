@@ -10,7 +10,7 @@ from transformers.models.whisper import modeling_whisper as whisper
 
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimWhisperConfig
-from ..layers.family import EncoderDecoder
+from ..layers.family import Family
 
 
 class _Model(SlimEncoderDecoder):
@@ -29,11 +29,10 @@ class _Model(SlimEncoderDecoder):
 SlimWhisperAttention, SlimWhisperModel, SlimWhisperForConditionalGeneration = encoder_decoder_classes(
     SlimWhisperConfig, whisper, model=_Model
 )
-FAMILY = EncoderDecoder.of(
+FAMILY = Family.of(
     SlimWhisperForConditionalGeneration,
-    slim_base=SlimWhisperModel,
     embedding="model.decoder.embed_tokens.weight",
-    decoder="model.decoder.",
+    layers="model.decoder.layers.",
     auto=AutoModelForSpeechSeq2Seq,
     audio=True,
 )

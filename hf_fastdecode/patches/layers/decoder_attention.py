@@ -1,21 +1,17 @@
 """Self-attention and cross-attention of slim decoders with an encoder (Slim attention, section 7).
 
-A decoder layer has two attentions, each with a plan of its own:
+Each of a layer's two attentions has a plan of its own:
 
 | plan | attention | cached per token |
 |---|---|---|
 | ``kv`` | both | keys and values, as in the ordinary model |
 | ``k``, ``k+r`` | both | keys, and r V-coordinates: option 1 of the paper for cross-attention |
 | ``x`` | self-attention | the layer's inputs |
-| ``e`` | cross-attention | nothing: option 2 of the paper |
+| ``e`` | cross-attention | nothing: option 2, in which layers read the encoder's output |
 
-With ``e``, layers read the encoder's output, which generation passes to every step, repeated for beams and for
-`num_return_sequences`. Ordinary models too keep it, once for all layers and outside the cache, so it does not count as
-bytes of the cache.
-
-Over a shared-context cache both store keys and values like ordinary layers, those that these caches stand for, so that
-all its operators serve: of the encoder's output once for each distinct input, which costs less than making values anew
-in every step, and of a decoder's own few tokens for each row.
+Ordinary models too keep the encoder's output, once for all layers and outside the cache, so it does not count as bytes
+of the cache. Over a shared-context cache both attentions store the keys and values that these caches stand for, like
+ordinary layers: values of few inputs and of a decoder's few tokens cost less than making them anew in every step.
 """
 
 from __future__ import annotations
