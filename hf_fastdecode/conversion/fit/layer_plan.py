@@ -8,7 +8,7 @@ caches compare; kernels accumulate in fp32, which adds the same small error to a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, Literal
@@ -104,6 +104,21 @@ class CacheErrors:
             size += position_bytes(dtype)
         scored = key_heads(self.weights, cached + stored.key_offset, self.rotation)
         return self._measured("k+r" if rank else "k", rank, size, scored, stored.values(cached, coordinates), dtype)
+
+    def of_ranks(
+        self,
+        statistics: KeyStatistics,
+        ranks: Sequence[int],
+        dtype: torch.dtype,
+        matrix_dtype: torch.dtype,
+        refused: dict[PlanName, str],
+    ) -> Iterator[CacheError]:
+        """The `value_coordinates` of these ranks; why others cannot be is put into `refused`, by plan."""
+        for rank in ranks:
+            try:
+                yield self.value_coordinates(statistics, rank, dtype, matrix_dtype=matrix_dtype)
+            except ValueError as reason:
+                refused["k+r" if rank else "k"] = str(reason)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.
@@ -267,12 +282,8 @@ def fit_layer(
             refused["k"] = refused["k+r"] = str(reason)
             continue
         solved = fit.key_to_value
-        width = solved.matrix.shape[1]
-        for rank in sorted({int(width * share) for share in rank_shares} | {0, *ranks}):
-            try:
-                candidates.append(errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype(model_dtype)))
-            except ValueError as reason:
-                refused["k+r" if rank else "k"] = str(reason)
+        tried = sorted({int(len(fit.directions) * share) for share in rank_shares} | {0, *ranks})
+        candidates += errors.of_ranks(fit, tried, dtype, matrix_dtype(model_dtype), refused)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
     plan = LayerPlan(
         chosen=ordinary,
