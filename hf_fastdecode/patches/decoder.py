@@ -19,7 +19,6 @@ from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention
 from .layers.rotation import (
     ROTATION,
-    Rotation,
     Tables,
     cache_rotation,
     captured_rotation,
@@ -74,8 +73,12 @@ class SlimDecoder(SlimPreTrainedModel):
 
 
 class SlimRotaryDecoder(SlimDecoder):
-    """A decoder with RoPE; where caches hold no positions, they are counted from the attention mask."""
+    """A decoder with RoPE; where caches hold no positions, they are counted from the attention mask.
 
+    Without `hands_rotation_on` its layers make their `Rotation` themselves.
+    """
+
+    hands_rotation_on: ClassVar[bool] = True
     _argument_names: ClassVar[tuple[str, ...]]  # of the ordinary decoder's forward
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -115,23 +118,18 @@ class SlimRotaryDecoder(SlimDecoder):
                 if length > 1 and self.fills_cache(cache, cached, given.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
             if isinstance(cache, CapturedCache):
-                given |= {ROTATION: captured_rotation(self.tables, cache, position_ids)}
+                rotation = captured_rotation(self.tables, cache, position_ids)
             elif shared:
-                given |= self.forest_rotation(cache, position_ids)
-            elif unrotates:
-                given |= self.rotation(position_ids, None)
+                rotation = forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)
             else:
-                given |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
-            given["position_ids"] = position_ids
+                keys = None if unrotates else self.key_positions(position_ids, visible, cached - dropped, slots)
+                rotation = cache_rotation(self.tables, position_ids, keys)
+            given |= {"position_ids": position_ids} | ({ROTATION: rotation} if self.hands_rotation_on else {})
         return super().forward(**given)
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """`ROTATION` of positions ``[rows or 1, tokens]``; `key_positions` is None where they are cached."""
-        return {ROTATION: cache_rotation(self.tables, query_positions, key_positions)}
-
-    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        unrotates = self.config.unrotates
-        return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
+    def key_positions(self, position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
+        """See `rotation.key_positions`."""
+        return key_positions(position_ids, visible, cached, slots)
 
     def tables(self, positions: Tensor) -> Tables:
         # Rotary modules give tables the dtype of this argument.

@@ -67,12 +67,7 @@ class _Attention(SlimAttention):
 class _Decoder(SlimRotaryDecoder):
     blocks = "h"
     attention = "attn"
-
-    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
-
-    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
+    hands_rotation_on = CODEGEN_MAKES_TABLES_ONCE
 
     def tables(self, positions: Tensor) -> Tables:
         """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""

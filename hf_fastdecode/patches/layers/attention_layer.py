@@ -39,7 +39,6 @@ from .slim_attention import (
     attention_scores,
     cache_dtype,
     check_trainable,
-    slim_attention,
 )
 from .slim_tokens import CachedTokens, SlimTokens
 
@@ -116,38 +115,31 @@ class SlimAttention(SlimTokens):
             return self.output(shared_attention(self, query, *exact, cache, rotation)), None
         if isinstance(cache, CapturedCache):
             return self.output(captured_attention(self, query, exact, cache, rotation)), None
-        with no_autocast(query.device):  # which does not concatenate fp16
-            keys, coordinates = self.stored(*exact, stored_dtype, rotation)
-            if cache is not None:
-                layers = getattr(cache, "layers", ())
-                held = getattr(layers[self.layer_idx], "values", None) if self.layer_idx < len(layers) else None
-                if held is not None and held.dim() == 4:
-                    self.require_layout(held)
-                keys, coordinates = cache.update(keys, coordinates, self.layer_idx)
-        dropout = self.dropout_share() if self.training else 0.0
-        threshold, weights_wanted = self.config.slim_sparsity_threshold, self.weights_wanted(kwargs)
+        cached = self._update(cache, exact, stored_dtype, rotation)
+        dropout, weights_wanted = self.dropout_share() if self.training else 0.0, self.weights_wanted(kwargs)
         query = self.scored_query(query, rotation and rotation.tokens)
-        with no_autocast(query.device):
-            if not dropout and not threshold and not weights_wanted:
-                by_kernel = cached_attention(self, query, Segment(keys, coordinates), rotation, attention_mask)
-                if by_kernel is not None:
-                    return self.output(by_kernel.transpose(1, 2).flatten(2).to(dtype)), None
-            tokens = self.read(keys, coordinates, rotation and rotation.keys)
-            query, scored = self.score_operands(query, tokens, dropout=dropout)
-        out, weights = slim_attention(
-            query,
-            scored,
-            tokens.keys,
-            tokens.coordinates,
-            self.values,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            threshold=threshold,
-            dtype=dtype,
-            weights_wanted=weights_wanted,
-        )
+        if not dropout and not weights_wanted and not self.config.slim_sparsity_threshold:
+            with no_autocast(query.device):
+                by_kernel = cached_attention(self, query, cached, rotation, attention_mask)
+            if by_kernel is not None:
+                return self.output(by_kernel.transpose(1, 2).flatten(2).to(dtype)), None
+        given = {"dtype": dtype, "dropout": dropout, "weights_wanted": weights_wanted}
+        out, weights = self.attend_to(query, cached, rotation and rotation.keys, attention_mask, **given)
         return self.output(out), weights
+
+    def _update(
+        self, cache: Any, exact: tuple[Tensor, Tensor], dtype: torch.dtype, rotation: Rotation | None
+    ) -> Segment:
+        """Add tokens to one of transformers' caches, or to None, and return all of them as they are cached."""
+        with no_autocast(exact[0].device):  # which does not concatenate fp16
+            new = self.stored(*exact, dtype, rotation)
+            if cache is None:
+                return new
+            layers = getattr(cache, "layers", ())
+            held = getattr(layers[self.layer_idx], "values", None) if self.layer_idx < len(layers) else None
+            if held is not None and held.dim() == 4:
+                self.require_layout(held)
+            return Segment(*cache.update(*new, self.layer_idx))
 
     @property
     def no_captured_steps(self) -> str | None:

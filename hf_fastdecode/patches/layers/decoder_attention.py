@@ -28,7 +28,7 @@ from ...attention.kv import Segment
 from ...cache.layers.cross import CrossView
 from ..config_base import SlimLayer
 from .attention_layer import check_shared
-from .slim_attention import cache_dtype, check_trainable, slim_attention
+from .slim_attention import cache_dtype, check_trainable
 from .slim_tokens import SlimTokens
 
 
@@ -104,23 +104,9 @@ class SlimDecoderAttention(SlimTokens):
             stored = self._update(cache, self.stored(*self.to_cache(inputs), stored_dtype, None))
         if self.layer.plan == "e":  # which the cache does not hold
             stored = self.stored(*self.to_cache(inputs), stored_dtype, None)
-        with no_autocast(query.device):
-            tokens = self.read(*stored, None)
-            query, scored = self.score_operands(self.scored_query(query, None), tokens, dropout=dropout)
-        out, weights = slim_attention(
-            query,
-            scored,
-            tokens.keys,
-            tokens.coordinates,
-            self.values,
-            mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            threshold=self.config.slim_sparsity_threshold,
-            dtype=dtype,
-            weights_wanted=self.config._attn_implementation == "eager",
-            causal=not self.cross,
-        )
+        wanted = self.config._attn_implementation == "eager"
+        given = {"dtype": dtype, "dropout": dropout, "weights_wanted": wanted, "causal": not self.cross}
+        out, weights = self.attend_to(self.scored_query(query, None), stored, None, mask, **given)
         return output(out), weights
 
     def _shared(self, query: Tensor, inputs: Tensor, cache: CrossView, mask: Any, distances: Tensor | None) -> Tensor:

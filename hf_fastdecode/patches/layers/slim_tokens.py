@@ -8,11 +8,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...attention.active_passes import no_autocast
 from ...attention.kv import Segment
 from ...conversion.fit.cached_numbers import DIGITS, load, store, stored_bytes, with_positions, without_positions
 from ..config_base import SlimLayer
 from .rotation import Rotation, Tables, rotate, unrotate
-from .slim_attention import CachedValues, InputProjection, InputValues, KeyProjection, cache_dtype
+from .slim_attention import CachedValues, InputProjection, InputValues, KeyProjection, cache_dtype, slim_attention
 from .slim_values import SlimValues, wide
 
 _TOKENS_AT_ONCE = 8192
@@ -179,6 +180,19 @@ class SlimTokens(nn.Module):
         if self.layer.caches_inputs and few and not dropout:
             return self.key_projection(query, self.heads, to_inputs=True), tokens.keys.to(query.dtype)
         return query, self.scored_keys(tokens)
+
+    def attend_to(
+        self, query: Tensor, cached: Segment, tables: Tables | None, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of normalised and rotated queries to what is cached, by PyTorch's operators, see `slim_attention`.
+
+        Queries are ``[rows, heads, queries, head_dim]``, tables of the cached tokens' positions.
+        """
+        with no_autocast(query.device):
+            tokens = self.read(*cached, tables)
+            query, scored = self.score_operands(query, tokens, dropout=options["dropout"])
+        options |= {"scaling": self.scaling, "threshold": self.config.slim_sparsity_threshold}
+        return slim_attention(query, scored, tokens.keys, tokens.coordinates, self.values, mask, **options)
 
     def keys_and_values(self, tokens: CachedTokens, dtype: torch.dtype) -> Segment:
         """Make the keys and values that an ordinary layer caches, ``[rows, heads, tokens, head_dim]``."""
