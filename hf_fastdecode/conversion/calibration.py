@@ -21,7 +21,7 @@ from .fit.attention import AttentionInputs
 from .fit.cached_numbers import load, store
 
 TOKENS: Final = 1024
-"""Most tokens of a calibration text: half to fit offsets and roundings, half to judge them."""
+"""Most tokens of a calibration text: half to fit offsets and roundings, half to measure errors on."""
 
 LEAST: Final = 32
 """Fewest tokens, below which errors say nothing about other texts."""

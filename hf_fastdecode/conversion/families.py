@@ -173,7 +173,7 @@ def ordinary_config(config: Any) -> Any:
 
 
 def untied(config: Any) -> Any:
-    """The same config, of a model whose tied tensors differ, such as a head that was trained separately.
+    """Mark a config as of a model whose tied tensors differ, such as a head that was trained separately.
 
     T5's stays tied when it is loaded, as transformers ties its embeddings in any case, and its head where it is equal.
     """

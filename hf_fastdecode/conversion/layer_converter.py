@@ -199,7 +199,7 @@ class ConvertedLayer:
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose names have a prefix, by the rest of their names."""
+    """Tensors whose names have a prefix, by their names below it."""
     return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 

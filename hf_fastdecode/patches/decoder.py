@@ -225,7 +225,7 @@ def encoder_decoder_classes(
     attention: type[SlimDecoderAttention] = SlimDecoderAttention,
     model: type[SlimEncoderDecoder] = SlimEncoderDecoder,
 ) -> tuple[Any, Any, Any]:
-    """As `slim_classes`: the classes of attention, of models without a head, and of models for generation."""
+    """Make a family's classes of attention, of models without a head, and of models for generation."""
     family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}

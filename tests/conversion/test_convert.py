@@ -248,7 +248,7 @@ def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_torch_files_whose_tensors_share_memory(tmp_path: Path) -> None:
-    """As of a model whose head was tied by hand, whatever its config says."""
+    """A model's head was tied by hand, whatever its config says."""
     folder = save_multi_head(tmp_path / "source")
     model = loaded(folder)
     model.lm_head.weight = model.model.embed_tokens.weight

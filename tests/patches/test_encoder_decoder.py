@@ -46,7 +46,7 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 @lru_cache
 def greedy_of_stock(name: str, dtype: torch.dtype) -> Any:
-    """What the ordinary model generates: the same for each plan of its slim forms."""
+    """Greedy tokens of the ordinary model, which all plans of its slim forms are compared with."""
     return generate(encoder_decoder(name).to(dtype))
 
 
@@ -275,7 +275,7 @@ def test_refused() -> None:
 
 
 def test_auto_goes_on_where_the_encoders_output_leaves_the_range() -> None:
-    """Of fp16, with headroom: no cross-attention then reads it, and ``auto`` takes another plan."""
+    """The range is that of fp16, with headroom: ``auto`` then takes another plan for cross-attention."""
     model = encoder_decoder("t5")
     with torch.no_grad():
         model.encoder.final_layer_norm.weight.fill_(7000.0)

@@ -152,7 +152,7 @@ def test_a_copied_cache_belongs_to_the_model_that_reads_it(copied: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("bound", [None, 4])
 def test_rows_of_different_lengths(bound: int | None) -> None:
-    """As after drafts of which rows accept different numbers; on a GPU the host only knows a bound on the lengths."""
+    """Rows accept different numbers of drafts; on a GPU the host only knows a bound on the lengths."""
     model, slim = pair("k+r")
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])

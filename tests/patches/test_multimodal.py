@@ -164,7 +164,7 @@ def test_refused_language_models(language: dict[str, Any], reason: str) -> None:
 
 
 def test_refused_without_the_import(tmp_path: Path) -> None:
-    """As transformers refuses any unknown language model, before it draws a weight at random."""
+    """transformers refuses any unknown language model so, before it draws a weight at random."""
     to_slim(multimodal_model("llava"), TEXT, plan="k").save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForImageTextToText as Auto; Auto.from_pretrained({str(tmp_path)!r})"
     done = run_fresh(code, importable=False)

@@ -51,7 +51,7 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 @lru_cache
 def greedy_without_cache(cache_dtype: str, plan: str) -> Any:
-    """What every greedy call with a cache is compared with."""
+    """Greedy tokens that calls with a cache are compared with."""
     return generate(slim_in(cache_dtype, plan), use_cache=False)
 
 
@@ -118,7 +118,7 @@ def test_cached_bytes_are_those_reported() -> None:
 @pytest.mark.parametrize("name", ["llama-mha", "gpt2", "cohere-norm"])
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) -> None:
-    """Of a layer's output, on the inputs that the layer had."""
+    """The error is of a layer's output, on the inputs that the layer had."""
     model = tiny_model(name) if name == "llama-mha" else family_model(name)
     slim = to_slim(model, TEXT, rank=4, cache_dtype=cache_dtype, tolerance=1e9)
     family, dtype = family_of(model.config), getattr(torch, slim.config.slim_layers[1]["cache_dtype"])
@@ -255,7 +255,7 @@ def prompt() -> Tensor:
 
 
 def logits(model: PreTrainedModel) -> Tensor:
-    """Of the prompt, whose last tokens are fed one by one."""
+    """Logits of the prompt, whose last tokens are fed one by one."""
     cache = DynamicCache(config=model.config)
     ids = prompt()
     parts = ids.split([ids.shape[1] - STEPS, *[1] * STEPS], 1)

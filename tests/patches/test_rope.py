@@ -126,7 +126,7 @@ def test_any_positions_of_suffixes() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("cache_dtype", ["auto", "int8"])
 def test_suffixes_of_different_lengths(cache_dtype: str) -> None:
-    """What lies behind a suffix is undefined: no number of it, and no position, may be read."""
+    """Slots after a suffix are undefined: no element and no position of them may be read."""
     model = pair()[0]
     slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9, rope="unrotate")
     found = []
@@ -271,7 +271,7 @@ def test_caches_of_ordinary_models() -> None:
     model, slim = pair()
     cache = DynamicCache(config=model.config)
     model(TEXT[None, :20], **{CACHE: cache})
-    with pytest.raises(ValueError, match=r"caches 4 numbers per token .* holds 4 \* 16; begin a new cache"):
+    with pytest.raises(ValueError, match=r"caches 4 elements per token .* holds 4 \* 16; begin a new cache"):
         slim(TEXT[None, 20:21], **{CACHE: cache})
 
 

@@ -46,7 +46,7 @@ def sparse(model: PreTrainedModel, threshold: float = THRESHOLD, **fields: Any) 
 
 
 def attention_passes(model: PreTrainedModel, prefix: str, passes: list[int]) -> tuple[Tensor, Tensor]:
-    """What an attention sees and gives, ``[tokens, d]``, of a text in passes."""
+    """Inputs and outputs of an attention, ``[tokens, d]``, on a text in passes."""
     seen, given = [], []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

@@ -214,7 +214,7 @@ class AttentionInputs:
         return self.rotation if self.unrotate else None
 
     def part(self, keys: slice) -> AttentionInputs:
-        """The same text with these keys alone, and of self-attention these tokens alone."""
+        """A part of the text: these keys, and for self-attention these tokens alone."""
         if self.encoded is not None:
             return replace(self, encoded=self.encoded[keys])
         return replace(

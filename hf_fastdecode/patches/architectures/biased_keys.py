@@ -105,7 +105,7 @@ def attend_bloom(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `BloomAttention.forward`, which rounds ALiBi to the model's dtype; here it is exact."""
+    """Overrides `BloomAttention.forward`, which rounds ALiBi to the model's dtype; here it is exact."""
     if module.pretraining_tp > 1 and module.slow_but_exact:
         raise Unsupported("with slow_but_exact its attention leaves the bias of its output projection out")
     fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
@@ -135,7 +135,7 @@ def attend_mpt(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `MptAttention.forward`: ALiBi over cache slots, which count what a mask hides inside a prompt."""
+    """Overrides `MptAttention.forward`: ALiBi over cache slots, which count what a mask hides inside a prompt."""
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -166,7 +166,7 @@ def attend_falcon(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `FalconAttention.forward`: a fused projection of three layouts, then RoPE or ALiBi.
+    """Overrides `FalconAttention.forward`: a fused projection of three layouts, then RoPE or ALiBi.
 
     Falcon repeats the KV heads of the new layout before it caches them; here they are cached once. Its ALiBi is
     rounded to bf16 in models of any dtype, and so a bias of each key.
@@ -214,7 +214,7 @@ def attend_doge(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `DogeAttention.forward`: each key has a gate, made of its values, that is added to its scores.
+    """Overrides `DogeAttention.forward`: each key has a gate, made of its values, that is added to its scores.
 
     Doge makes the gates of all cached keys anew in each pass, and adds them to the mask; here a gate is made once and
     cached with its key. Of rows longer than `keep_window_size`, Doge keeps the keys of the largest gates.
@@ -238,7 +238,7 @@ def attend_doge(
 
 
 def refuse_doge_experts(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-    """Stands in for `DogeCDMoE.forward`, which makes router logits of a token of those of two tokens of a pass."""
+    """Overrides `DogeCDMoE.forward`, which makes router logits of a token of those of two tokens of a pass."""
     raise Unsupported("its router mixes the tokens of a pass")
 
 

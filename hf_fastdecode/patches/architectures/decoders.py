@@ -30,7 +30,7 @@ def attend_bert(
     sinusoidal_pos: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `forward` of layers of BERT's shape without cross attention: RemBERT, BigBird, RoFormer...
+    """Overrides `forward` of layers of BERT's shape without cross attention: RemBERT, BigBird, RoFormer...
 
     BigBird decodes with full attention, whatever its config asks for; a model makes these layers in its first pass, so
     that its first call runs stock. RoFormer rotates keys, and by its config values, at positions that begin at the
@@ -52,14 +52,14 @@ def attend_bert(
 def attend_gpt2(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `_attn`, which returns ``[rows, heads, tokens, head_dim]``."""
+    """Overrides `_attn`, which returns ``[rows, heads, tokens, head_dim]``."""
     return attend_shared(module, query, key, scaling=query.shape[-1] ** -0.5).transpose(1, 2), None
 
 
 def attend_imagegpt(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `ImageGPTAttention._attn`, of which the config chooses the scale."""
+    """Overrides `ImageGPTAttention._attn`, of which the config chooses the scale."""
     scale = query.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
     if module.scale_attn_by_inverse_layer_idx:
         scale /= module.layer_idx + 1
@@ -69,7 +69,7 @@ def attend_imagegpt(
 def attend_gpt_neo(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `GPTNeoSelfAttention._attn`, which returns ``[rows, heads, tokens, head_dim]``.
+    """Overrides `GPTNeoSelfAttention._attn`, which returns ``[rows, heads, tokens, head_dim]``.
 
     Local layers have a window of slots, for which it takes no mask; scores are not scaled.
     """
@@ -86,7 +86,7 @@ def attend_jetmoe(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None, Tensor]:
-    """Stands in for `JetMoeAttention.forward`: each token's experts have their queries, all over the same KV heads.
+    """Overrides `JetMoeAttention.forward`: each token's experts have their queries, all over the same KV heads.
 
     It repeats keys and values once for each expert of a token before it calls the interface.
     """
@@ -114,7 +114,7 @@ def attend_diffllama(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `DiffLlamaAttention.forward`: each head attends to two values (Ye et al. 2024, eq. 1).
+    """Overrides `DiffLlamaAttention.forward`: each head attends to two values (Ye et al. 2024, eq. 1).
 
     They are those of a KV head in either half of the KV heads. It calls the interface twice, each time with the keys
     of all KV heads and half of the values, repeated. Here the two values of a KV head are cached side by side, and
@@ -140,7 +140,7 @@ def attend_diffllama(
 def attend_llama4(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Stands in for `Llama4TextAttention.forward`, which scales queries of layers without RoPE by their position.
+    """Overrides `Llama4TextAttention.forward`, which scales queries of layers without RoPE by their position.
 
     It counts from the length of the cache. That is the position of a token in a row without padding, but not in a pass
     that several prompts share.
@@ -181,7 +181,7 @@ class _WithoutImages:
 
 
 def run_mllama(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `MllamaTextModel.forward`, which its callers hand the cache by name.
+    """Overrides `MllamaTextModel.forward`, which its callers hand the cache by name.
 
     It looks for images among the keys of all layers. Cross-attention layers find images where the cache holds some,
     and do not run where it holds none. With text alone the keys are those of a cache that seems to have no layers.
@@ -197,7 +197,7 @@ def run_mllama(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def gaussian_topk(module: Any, inputs: Tensor) -> Tensor:
-    """Stands in for `Gemma3nTextMLP._gaussian_topk`: the largest of ``[..., inputs]`` above a quantile, else 0.
+    """Overrides `Gemma3nTextMLP._gaussian_topk`: the largest of ``[..., inputs]`` above a quantile, else 0.
 
     It copies its share of zeros to the device in every pass, which no CUDA graph can hold.
     """
@@ -213,7 +213,7 @@ def _quantile(share: float, dtype: torch.dtype) -> float:
 
 
 def no_mask(module: Any, *args: Any, **kwargs: Any) -> None:
-    """Stands in for `Kosmos2TextTransformer._prepare_decoder_attention_mask`, which is causal and hides padding."""
+    """Overrides `Kosmos2TextTransformer._prepare_decoder_attention_mask`, which is causal and hides padding."""
 
 
 def _of_kosmos(stand_ins: Mapping[str, Mapping[str, Method]]) -> OwnCode:

@@ -17,7 +17,7 @@ class _Model(SlimEncoderDecoder):
     def _prepare_decoder_input_ids_for_generation(
         self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As transformers does for ``model_type == "whisper"``: nothing is put before given tokens."""
+        """Put nothing before given tokens, as transformers does for ``model_type == "whisper"``."""
         for name in ("decoder_input_ids", "input_ids"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs.pop(name), model_kwargs

@@ -145,7 +145,7 @@ def cached_attention(
 
 
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What `_seen_slots` found in masks that are still in use, beside their versions: all layers of a pass have one."""
+"""Version of each mask in use, and the `_seen_slots` in it: all layers of a pass have one mask."""
 
 
 def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device) -> SeenSlots | None:
@@ -287,7 +287,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
 def captured_attention(
     layer: SlimTokens, query: Tensor, exact: tuple[Tensor, Tensor], cache: CapturedCache, rotation: Rotation | None
 ) -> Tensor:
-    """As `attention_layer.shared_attention` in a captured step, of one token per row, by PyTorch's projections.
+    """Attention of a captured step, one token per row, with PyTorch's projections; see `shared_attention`.
 
     Raises Unsupported where the kernels do not take these tensors, ValueError where the cache holds another dtype.
     """

@@ -95,7 +95,7 @@ def cache_rotation(
 
 
 def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, position_ids: Tensor) -> Rotation:
-    """As `forest_rotation` for a captured step; tables of slots are made once, as the constant `OF_SLOTS`."""
+    """Tables for a captured step; those of slots are made once, as the constant `OF_SLOTS`."""
 
     def of_slots() -> RotaryTables:
         return _of_slots(tables, cache.positions_of_slots().to(position_ids.device)[None])[1]

@@ -143,7 +143,7 @@ def without_small(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def averaged(values: CachedValues, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-    """As `CachedValues.averaged`, for weights that need not sum to 1: constants of the values are weighted too."""
+    """`CachedValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
     total = probabilities.sum(-1, keepdim=True)
     shares = probabilities / total.clamp(min=torch.finfo(total.dtype).tiny)
     return values.averaged(shares, keys, coordinates) * total

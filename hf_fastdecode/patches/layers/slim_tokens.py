@@ -117,7 +117,7 @@ class SlimTokens(nn.Module):
         width = stored_bytes(self.layer.rank, dtype, self.head_dim) // dtype.itemsize + DIGITS * self.config.unrotates
         if (cached.shape[1], cached.shape[-1]) != (1, width):
             raise ValueError(
-                f"layer {self.layer_idx} caches {width} numbers per token beside keys with slim_rope "
+                f"layer {self.layer_idx} caches {width} elements per token beside keys with slim_rope "
                 f"{self.config.slim_rope!r}, and the cache holds {cached.shape[1]} * {cached.shape[-1]}; begin a new "
                 "cache where slim_rope changes, and for each model"
             )

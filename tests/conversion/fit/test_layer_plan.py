@@ -265,7 +265,7 @@ def test_inputs_of_a_model_are_exact_in_its_dtype() -> None:
 
 
 def test_keys_alone_err_by_what_the_map_makes_of_their_rounding() -> None:
-    """Of the keys as they are, with their bias; the map is exact where they are not rounded."""
+    """Keys are rounded with their bias; the map is exact where they are not rounded."""
     weights, inputs = layer(biases=True), text(64)
     errors = ErrorsOfPaper(weights, AttentionInputs(inputs, rotation=rope(64)))
     for dtype in (torch.bfloat16, torch.float16):

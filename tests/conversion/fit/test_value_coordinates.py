@@ -252,7 +252,7 @@ def test_feedback_is_the_best_answer_to_an_error() -> None:
 
 
 def test_products_change_less_than_with_rounding_to_nearest() -> None:
-    """Of more rows than are corrected at once."""
+    """There are more rows than are corrected at once."""
     mix = spectrum(300, 300, 1e3, torch.Generator().manual_seed(0))
     feedback, rows = rounding_feedback(mix.mT @ mix), text(300)
     rounded = round_with_feedback(rows, feedback, lambda part, _: part.half().double())
