@@ -54,14 +54,13 @@ class UnconvertibleError(ValueError):
 
 def family_of(config: Any) -> Family:
     """The family of an ordinary model's config; UnconvertibleError where models of this config have no slim form."""
-    if (reason := _refusal(config)) is not None:
+    if (reason := refusal(config)) is not None:
         raise UnconvertibleError(reason)
-    if config.model_type not in MULTIMODAL:
-        return _load(config.model_type)
-    return multimodal_family(config, family_of(language_config(config)))
+    family = _load(language_config(config).model_type)
+    return multimodal_family(config, family) if config.model_type in MULTIMODAL else family
 
 
-def _refusal(config: Any) -> str | None:
+def refusal(config: Any) -> str | None:
     """Why models of an ordinary config have no slim form, or None."""
     model_type, known = config.model_type, (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL)
     rope = (getattr(language_config(config), "rope_parameters", None) or {}).get("rope_type", "default")
@@ -90,7 +89,7 @@ def _refusal(config: Any) -> str | None:
                 f"RoPE of type {rope!r} changes with the length of the text, and multimodal models then keep keys of "
                 "both frequencies in the cache, which a slim one cannot; convert models with fixed frequencies"
             )
-        return None
+        return refusal(config.text_config)
     heads = config.num_attention_heads
     if (kv_heads := getattr(config, "num_key_value_heads", None) or heads) != heads:
         return (

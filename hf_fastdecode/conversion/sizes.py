@@ -16,7 +16,7 @@ from hf_fastdecode.patches.layers.slim_values import SlimValues
 
 from ..model_loading import auto_class
 from ..patches.layers.family import language_config
-from .families import UnconvertibleError, family_of, ordinary_config
+from .families import ordinary_config, refusal
 from .fit.cached_numbers import position_bytes, stored_bytes
 from .fit.layer_plan import RANK_SHARES, share_name
 from .fit.value_coordinates import matrix_dtype
@@ -60,15 +60,6 @@ def value_matrices(inputs: int, width: int, rank: int, dtype: torch.dtype) -> in
     with torch.device("meta"):
         values = SlimValues(inputs, width, width, rank, dtype)
     return sum(one.nbytes for one in values.buffers() if one.dim() == 2)
-
-
-def refusal(config: Any) -> str | None:
-    """Why `convert_checkpoint` refuses a model of a config, or None."""
-    try:
-        family_of(config)
-    except UnconvertibleError as error:
-        return str(error)
-    return None
 
 
 def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int | None) -> list[CacheSize]:

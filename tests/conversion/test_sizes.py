@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTra
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.conversion.families import refusal
 from hf_fastdecode.conversion.sizes import (
     CacheSize,
     checkpoint_caches,
@@ -17,7 +18,6 @@ from hf_fastdecode.conversion.sizes import (
     decoder_matrices,
     empty_model,
     encoder_decoder_caches,
-    refusal,
 )
 from hf_fastdecode.conversion.to_slim import to_slim
 
