@@ -67,11 +67,6 @@ class SlimLayer:
             bound = f"None or one of {', '.join(known)}" if known else "None, the model's own"
             raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
-    @property
-    def caches_inputs(self) -> bool:
-        """Whether the inputs of the projections are in the place of keys: the layer's, or the encoder's output."""
-        return self.plan in ("x", "e")
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the config; without a cache dtype, only fields that earlier versions read."""
         plain = {"plan": self.plan, "rank": self.rank, "float16": self.float16}

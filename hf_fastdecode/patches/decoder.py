@@ -13,13 +13,13 @@ from .._compat import cache_in
 from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
+from ..conversion.fit.attention import Tables
 from ..instance_methods import WeakMethod
 from .config_base import SlimConfig
 from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention
 from .layers.rotation import (
     ROTATION,
-    Tables,
     cache_rotation,
     captured_rotation,
     forest_rotation,

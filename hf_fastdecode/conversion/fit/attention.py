@@ -139,12 +139,17 @@ def require_linear_scores(weights: AttentionWeights, rotation: object | None) ->
         )
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """RoPE of the first coordinates of ``[..., tokens, head_dim]``, as many as the tables have.
+Tables = tuple[Tensor, Tensor]
+"""cos and sin of tokens, ``[..., tokens, rotated]``, with an entry per coordinate, as transformers makes them."""
 
-    Tables are ``[..., tokens, rotated]`` with an entry per coordinate, as transformers makes them, and broadcast with
-    `x`. Pairs are coordinates i and i + n of 2 n (Llama), or interleaved 2 i and 2 i + 1 (GPT-J, Cohere).
+
+def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
+    """RoPE of the first coordinates of ``[..., heads, tokens, head_dim]``, as many as the tables have.
+
+    Tables broadcast with `x`; a single row or token is rotated to all positions. Pairs are coordinates i and i + n of
+    2 n (Llama), or interleaved 2 i and 2 i + 1 (GPT-J, Cohere).
     """
+    cos, sin = tables
     rotated = cos.shape[-1]
     first = x[..., :rotated]
     # Each pair of coordinates, rotated by a right angle.
@@ -153,18 +158,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     else:
         low, high = first.chunk(2, -1)
         turned = torch.cat([-high, low], -1)
-    first = first * cos + turned * sin
+    first = first * cos.unsqueeze(-3) + turned * sin.unsqueeze(-3)
     if rotated == x.shape[-1]:
         return first
     return torch.cat([first, x[..., rotated:].to(first.dtype).expand(*first.shape[:-1], -1)], -1)
 
 
-def unrotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
     """Inverse of `rotate`; dividing by ``cos² + sin²`` undoes attention factors in the tables, as YaRN's."""
-    dtype = torch.promote_types(x.dtype, cos.dtype)
-    cos, sin = cos.to(dtype), sin.to(dtype)
+    dtype = torch.promote_types(x.dtype, tables[0].dtype)
+    cos, sin = (table.to(dtype) for table in tables)
     norm = cos.square() + sin.square()
-    return rotate(x, cos / norm, -sin / norm, interleaved=interleaved)
+    return rotate(x, (cos / norm, -sin / norm), interleaved=interleaved)
 
 
 @dataclass(frozen=True)
@@ -179,10 +184,10 @@ class Rotation:
         return Rotation(self.cos[part], self.sin[part], self.interleaved)
 
     def rotate(self, x: Tensor) -> Tensor:
-        return rotate(x, self.cos, self.sin, interleaved=self.interleaved)
+        return rotate(x, (self.cos, self.sin), interleaved=self.interleaved)
 
     def unrotate(self, y: Tensor) -> Tensor:
-        return unrotate(y, self.cos, self.sin, interleaved=self.interleaved)
+        return unrotate(y, (self.cos, self.sin), interleaved=self.interleaved)
 
 
 @dataclass(frozen=True)

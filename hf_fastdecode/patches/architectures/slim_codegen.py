@@ -11,11 +11,12 @@ from transformers.models.codegen import modeling_codegen as codegen
 
 from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
+from ...conversion.fit.attention import Tables
 from ..config_base import SlimLayer
 from ..decoder import SlimCausalLM, SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
-from ..layers.rotation import ROTATION, Rotation, Tables, forest_rotation, key_positions, visible_slots
+from ..layers.rotation import ROTATION, Rotation, forest_rotation, key_positions, visible_slots
 from ..slim_configs import SlimCodeGenConfig
 
 

@@ -23,17 +23,12 @@ from .encoder_decoders import biases_by_distance
 class _Attention(SlimDecoderAttention):
     projections = ("q", "k", "v")
     output_projection = "o"
-    n_heads: int
-    key_value_proj_dim: int
     compute_bias: Callable[..., Tensor]
 
-    @property
-    def heads(self) -> int:
-        return self.n_heads
-
-    @property
-    def head_dim(self) -> int:  # type: ignore[override]
-        return self.key_value_proj_dim
+    def __init__(self, layer: SlimLayer, cross: bool, **ordinary: Any) -> None:
+        config = ordinary["config"]
+        self.num_heads, self.head_dim = config.num_heads, config.d_kv
+        super().__init__(layer, cross, **ordinary)
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:

@@ -22,6 +22,7 @@ from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV
 from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
+from ...conversion.fit.attention import Tables
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
 from ..config_base import SlimLayer
@@ -34,7 +35,7 @@ from .kernel_attention import (
     layer_refusal,
     partial_of,
 )
-from .rotation import ROTATION, Rotation, Tables, takes_kernels
+from .rotation import ROTATION, Rotation, takes_kernels
 from .slim_attention import (
     attention_scores,
     cache_dtype,
@@ -72,7 +73,7 @@ class SlimAttention(SlimTokens):
         inputs, width = config.hidden_size, config.num_attention_heads * self.head_dim
         if not hasattr(self, "q_proj"):
             self.q_proj = nn.Linear(inputs, width, bias=bias)
-        self.make_projections(inputs, width, key_bias=bias, value_bias=bias)
+        self.make_projections(config.num_attention_heads, inputs, width, key_bias=bias, value_bias=bias)
 
     @takes_cache
     def forward(
@@ -151,7 +152,7 @@ class SlimAttention(SlimTokens):
         return None
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
-        weight = self.key_projection.weight
+        weight = self.k_proj.weight
         if not takes_kernels(backend, weight.device):
             return False
         empty = weight.new_empty(1, 1, 0, self.heads * self.head_dim)

@@ -16,6 +16,7 @@ ordinary layers: values of few inputs and of a decoder's few tokens cost less th
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -26,10 +27,11 @@ from ...attention.active_passes import no_autocast
 from ...attention.interface import attend_encoded, attend_shared
 from ...attention.kv import Segment
 from ...cache.layers.cross import CrossView
+from ...conversion.fit.cached_numbers import load, store
 from ..config_base import SlimLayer
 from .attention_layer import check_shared
 from .slim_attention import cache_dtype, check_trainable
-from .slim_tokens import SlimTokens
+from .slim_tokens import CachedTokens, SlimTokens
 
 
 class SlimDecoderAttention(SlimTokens):
@@ -50,17 +52,13 @@ class SlimDecoderAttention(SlimTokens):
         _, key, value = (getattr(self, name) for name in self.projections)
         delattr(self, self.projections[2])
         biases = {"key_bias": key.bias is not None, "value_bias": value.bias is not None}
-        self.make_projections(key.in_features, key.out_features, **biases)
+        self.make_projections(self.num_heads, key.in_features, key.out_features, **biases)
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
         """A slim layer with the sizes of an ordinary one, by BART's and Whisper's arguments."""
         names = ("embed_dim", "num_heads", "dropout", "is_causal", "config", "layer_idx")
         return cls(layer, cross, is_decoder=True, **{name: getattr(ordinary, name) for name in names})
-
-    @property
-    def heads(self) -> int:
-        return self.num_heads
 
     @takes_cache
     def forward(
@@ -116,9 +114,11 @@ class SlimDecoderAttention(SlimTokens):
         per_head = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
         def project() -> Segment:
-            with no_autocast(inputs.device):
-                stored = self.stored(*self.to_cache(inputs), cache_dtype(dtype, self.layer), None)
-                return self.keys_and_values(self.read(*stored, None), dtype)
+            stored_dtype, width = cache_dtype(dtype, self.layer), self.head_dim
+            with no_autocast(inputs.device) if self.caches_inputs else nullcontext():  # other values do so themselves
+                stored = (store(one, stored_dtype, width) for one in self.to_cache(inputs))
+                cached = (load(one, self.read_dtype, width) for one in stored)
+                return self.keys_and_values(CachedTokens(*cached, None), dtype)
 
         if self.cross:
             out = attend_encoded(self, per_head, cache, mask, scaling=self.scaling, project=project)

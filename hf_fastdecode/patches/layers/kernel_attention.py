@@ -22,6 +22,7 @@ from ...attention.active_passes import no_autocast
 from ...attention.kv import Segment
 from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
+from ...conversion.fit.attention import Tables
 from ...conversion.fit.cached_numbers import EIGHT_BITS, views
 from ...errors import Unsupported
 from ...instance_methods import is_linear, is_unchanged
@@ -30,7 +31,7 @@ from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products
 from ...kernels.row_products.config import refusal as products_refusal
 from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
-from .rotation import OF_SLOTS, Rotation, Tables, takes_kernels
+from .rotation import OF_SLOTS, Rotation, takes_kernels
 from .slim_attention import KeyProjection, cache_dtype
 from .slim_tokens import SlimTokens
 
@@ -38,7 +39,7 @@ from .slim_tokens import SlimTokens
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
     """Views of what is cached as `slim_decode` takes it: keys, V-coordinates, and scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
-    dtype = cache_dtype(layer.key_projection.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
         return keys, coordinates, None
     (keys, of_keys), (coordinates, of_coordinates) = (
@@ -107,7 +108,7 @@ def averages_by_kernel(
 
 def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Partial:
     keys, coordinates, lse = averages
-    dtype = cache_dtype(layer.key_projection.weight.dtype, layer.layer)
+    dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     out = layer.slim.of_averages(keys[:, :, None], coordinates[:, :, None], float32 if dtype in EIGHT_BITS else dtype)
     return Partial(out, lse[..., None])
 
@@ -185,7 +186,7 @@ _ARRIVED = "arrival counters"
 
 def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
     """Why a captured step over inputs ``[rows, 1, d]`` projects by PyTorch's operators; None when by kernels."""
-    query, keys = layer.q_proj, layer.key_projection
+    query, keys = layer.q_proj, layer.k_proj
     if not fuses_products():
         return "fuse_projections leaves products to PyTorch's operators"
     if layer.normalizes or layer.interleaved:
@@ -248,7 +249,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     dtype, rows, slim = inputs.dtype, len(inputs), layer.slim
     stored_dtype = cache_dtype(dtype, layer.layer)
     arrived, beside = cache.constant(_ARRIVED, lambda: (counters(inputs.device), counters(inputs.device)))
-    projections = layer.q_proj, layer.key_projection
+    projections = layer.q_proj, layer.k_proj
     weights, biases = [one.weight for one in projections], [one.bias for one in projections]
     coordinates = inputs.new_empty(rows, 0, dtype=torch.float32)
     with ExitStack() as joined:

@@ -17,7 +17,7 @@ from ...attention.interface import register_without_effect
 from ...cache.captured import CapturedCache
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
-from ...conversion.fit import attention
+from ...conversion.fit.attention import Tables
 from ...kernels.slim_decode.inputs import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
@@ -27,9 +27,6 @@ register_without_effect(ROTATION)
 
 OF_SLOTS: Final = "rotary tables of slots"
 """Name of a captured step's constant: `RotaryTables` of all slots that suffixes may have."""
-
-Tables = tuple[Tensor, Tensor]
-"""cos and sin of tokens, each ``[rows or 1, tokens, rotated coordinates]`` in fp32."""
 
 
 class Rotation(NamedTuple):
@@ -119,18 +116,6 @@ def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables
     factor = cos_of_turns[:1]  # of position 0, by which YaRN multiplies tables
     kernel = torch.stack([cos_of_turns / factor, sin_of_turns / factor], 1).contiguous()
     return keys, RotaryTables(keys[0][..., :half].contiguous(), keys[1][..., :half].contiguous(), kernel)
-
-
-def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """RoPE of ``[rows, heads, tokens, head_dim]``; a single row or token is rotated to all positions."""
-    cos, sin = (table[:, None] for table in tables)
-    return attention.rotate(x, cos, sin, interleaved=interleaved)
-
-
-def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """Inverse of `rotate`."""
-    cos, sin = (table[:, None] for table in tables)
-    return attention.unrotate(x, cos, sin, interleaved=interleaved)
 
 
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:

@@ -156,7 +156,7 @@ def cache_dtype(model_dtype: torch.dtype, layer: SlimLayer) -> torch.dtype:
     """
     if layer.cache_dtype is not None:
         return getattr(torch, layer.cache_dtype)
-    if layer.caches_inputs:
+    if layer.plan in ("x", "e"):
         return model_dtype
     return torch.float16 if model_dtype == torch.bfloat16 and layer.float16 else model_dtype
 

@@ -48,28 +48,26 @@ def sum_of_products(
     """
     first = products[0].factor
     with no_autocast(first.device):
-        factors, matrices, scales = zip(*products, strict=True)
-        by_group = [_by_group(factor, heads) for factor in factors]
-        if all(map(takes_halves, factors, matrices)):
+        if all(takes_halves(factor, matrix) for factor, matrix, _ in products):
+            factors, matrices, scales = zip(*products, strict=True)
+            by_group = [_by_group(factor, heads) for factor in factors]
             # The operator takes a tenth of a millisecond that only compiled code has to spend.
             product = torch.ops.hf_fastdecode.stored_products if torch.compiler.is_compiling() else _products
             out = product(by_group, matrices, scales, constant, in_range)
-        else:
-            out = _in_wide_dtype(by_group, matrices, scales)
-            out = out if constant is None else out + constant
-    if heads is None:
-        return out.view(*first.shape[:-1], out.shape[1])
-    return out.view(first.shape[0], first.shape[2], heads, -1).transpose(1, 2)
-
-
-def _in_wide_dtype(factors: Sequence[Tensor], matrices: Sequence[Tensor], scales: Sequence[Tensor]) -> Tensor:
-    """``[rows, columns]`` of factors ``[rows, groups, width]``, by products in fp32, or in fp64 for fp64."""
-    total: Any = 0
-    for factor, matrix, scale in zip(factors, matrices, scales, strict=True):
-        dtype, groups = wide(factor.dtype), factor.shape[1]
-        by_group = (matrix.to(dtype) * scale.to(dtype)).unflatten(1, (groups, -1))
-        total = total + torch.einsum("rgw,wgc->rgc", factor.to(dtype), by_group)
-    return total.flatten(1)
+            if heads is None:
+                return out.view(*first.shape[:-1], out.shape[1])
+            return out.view(first.shape[0], first.shape[2], heads, -1).transpose(1, 2)
+        dtype = wide(first.dtype)
+        total: Any = 0
+        for factor, matrix, scale in products:
+            scaled, wider = matrix.to(dtype) * scale.to(dtype), factor.to(dtype)
+            if heads is None:
+                total = total + wider @ scaled
+            else:
+                total = total + torch.einsum("bhqe,ehd->bhqd", wider, scaled.unflatten(1, (heads, -1)))
+        if constant is None:
+            return total
+        return total + (constant if heads is None else constant.unflatten(0, (heads, 1, -1)))
 
 
 def takes_halves(factor: Tensor, matrix: Tensor) -> bool:
