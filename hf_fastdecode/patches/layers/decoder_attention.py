@@ -117,8 +117,8 @@ class SlimDecoderAttention(SlimTokens):
             stored_dtype, width = cache_dtype(dtype, self.layer), self.head_dim
             with no_autocast(inputs.device) if self.caches_inputs else nullcontext():  # other values do so themselves
                 stored = (store(one, stored_dtype, width) for one in self.to_cache(inputs))
-                cached = (load(one, self.read_dtype, width) for one in stored)
-                return self.keys_and_values(CachedTokens(*cached, None), dtype)
+                keys, coordinates = (load(one, self.read_dtype, width) for one in stored)
+                return self.keys_and_values(CachedTokens(keys, coordinates, None), dtype)
 
         if self.cross:
             out = attend_encoded(self, per_head, cache, mask, scaling=self.scaling, project=project)
