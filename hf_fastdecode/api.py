@@ -25,7 +25,7 @@ from .generation.report import Report
 from .generation.support import check_model
 from .instance_methods import STATE_ATTRIBUTE
 from .log import logger
-from .patches.own_attention import register_own_attention
+from .patches.architectures import register_own_attention
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -20,7 +20,7 @@ from torch.nn.init import orthogonal_
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.attention import AttentionInputs, AttentionWeights, Rotation
 from hf_fastdecode.conversion.fit.layer_plan import RANK_SHARES, CacheError, fit_layer, share_name
 from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
 from hf_fastdecode.conversion.layer_converter import AUTO, pick
@@ -78,9 +78,10 @@ def measure(
     inputs = activations(calibration + measured, width, generator)
     rotation = _rope(max(calibration, measured))
     known, unseen = inputs[:calibration], inputs[calibration:]
-    plan, statistics = fit_layer(weights, known, rotation=rotation.tokens(slice(calibration)), tolerance=TOLERANCE)
-    errors = ErrorsOfPaper(weights, unseen, rotation=rotation.tokens(slice(measured)))
-    ordinary, bare = errors.ordinary(torch.bfloat16), ErrorsOfPaper(weights, unseen)
+    calibrated = AttentionInputs(known, rotation=rotation.tokens(slice(calibration)))
+    plan, statistics = fit_layer(weights, calibrated, tolerance=TOLERANCE)
+    errors = ErrorsOfPaper(weights, AttentionInputs(unseen, rotation=rotation.tokens(slice(measured))))
+    ordinary, bare = errors.ordinary(torch.bfloat16), ErrorsOfPaper(weights, AttentionInputs(unseen))
     ranks = {KEYS[1]: 0} | {
         f"keys + {share_name(share)} V-coordinates, fp16": int(width * share) for share in RANK_SHARES
     }
@@ -143,7 +144,7 @@ def _directions(width: int, generator: torch.Generator) -> Tensor:
 def _rope(tokens: int) -> Rotation:
     config = LlamaConfig(hidden_size=_HEAD_DIM, num_attention_heads=1)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float64), torch.arange(tokens)[None])
-    return Rotation.from_repeated(cos[0], sin[0])
+    return Rotation(cos[0], sin[0])
 
 
 def table(rows: Sequence[Measurement]) -> str:

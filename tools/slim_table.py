@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_fastdecode.assets import load_embedded
 from hf_fastdecode.conversion.calibration import calibration_ids, model_inputs, record
-from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.attention import AttentionInputs, AttentionWeights, Rotation
 from hf_fastdecode.conversion.fit.layer_plan import CacheError, LayerPlan, fit_layer
 from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
 from hf_fastdecode.conversion.layer_converter import below
@@ -60,7 +60,8 @@ def rows() -> list[Row]:
     """Measure, on the second half of the built-in text; offsets and roundings are fitted to the first."""
     layers, rotation = _layers()
     half = len(layers[0][1]) // 2
-    judges = [ErrorsOfPaper(own, seen[half:], rotation=rotation.tokens(slice(half, None))) for own, seen in layers]
+    texts = [AttentionInputs(seen, rotation=rotation) for _, seen in layers]
+    judges = [ErrorsOfPaper(own, text.part(slice(half, None))) for (own, _), text in zip(layers, texts)]
     ordinary = [judge.ordinary(torch.bfloat16) for judge in judges]
     table = [_row("keys and values, bf16", ordinary, ordinary)]
     for dtype in (torch.int8, torch.float8_e4m3fn):
@@ -72,7 +73,7 @@ def rows() -> list[Row]:
             rank = len(fitted[0].directions) // part if part else 0
             found = [judge.value_coordinates(one, rank, dtype) for judge, one in zip(judges, fitted)]
             table.append(_row(cache_name(part, dtype), found, ordinary))
-    plans = [fit_layer(own, seen, rotation=rotation, eight_bits=torch.int8)[0] for own, seen in layers]
+    plans = [fit_layer(own, text, cache_dtype=torch.int8)[0] for (own, _), text in zip(layers, texts)]
     for dtypes in (("float16", "bfloat16"), ("int8", "float16", "bfloat16")):
         for tolerance in (2.0, 1.0):
             name = f"**the plan{', int8' if 'int8' in dtypes else ''}, tolerance {tolerance:g}**"

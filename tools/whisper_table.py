@@ -11,12 +11,11 @@ from typing import Final
 
 import torch
 
-from hf_fastdecode.conversion.calibration import CalibrationInputs, model_inputs, record
+from hf_fastdecode.conversion.calibration import model_inputs, record
 from hf_fastdecode.conversion.families import family_of
-from hf_fastdecode.conversion.fit.attention import AttentionWeights
+from hf_fastdecode.conversion.fit.attention import AttentionInputs, AttentionWeights
 from hf_fastdecode.conversion.fit.layer_plan import CacheError, LayerPlan
 from hf_fastdecode.conversion.layer_converter import LayerConverter, PlanChoice, below
-from hf_fastdecode.patches.layers.family import EncoderDecoder
 from tests.real.speech import speak
 from tests.real.trained_whisper import features, tokenizer, trained_whisper
 
@@ -40,7 +39,6 @@ def table() -> str:
     """A line for each attention of the decoder; errors are of the output, over that of keys and values in bf16."""
     model = deepcopy(trained_whisper()).bfloat16()
     family = family_of(model.config)
-    assert isinstance(family, EncoderDecoder)
     ids = torch.tensor(tokenizer()(TEXT)["input_ids"])
     recorded = record(model, family, model_inputs(family, model.config, ids, features(speak(TEXT))))
     own = [below(prefix, model.state_dict()) for prefix in family.attentions(model.config)]
@@ -64,12 +62,9 @@ def table() -> str:
     return HEADER + "\n".join(lines) + "\n"
 
 
-def _unfitted(weights: AttentionWeights, seen: CalibrationInputs) -> list[CacheError]:
+def _unfitted(weights: AttentionWeights, seen: AttentionInputs) -> list[CacheError]:
     """Keys alone in bf16 and fp16, on the half of the tokens on which the attention's plan is measured."""
-    if seen.encoded is None:
-        errors = ErrorsOfPaper(weights, seen.inputs[len(seen.inputs) // 2 :])
-    else:
-        errors = ErrorsOfPaper(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
+    errors = ErrorsOfPaper(weights, seen.part(slice(len(seen.key_inputs) // 2, None)))
     return [errors.unfitted_keys(dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 

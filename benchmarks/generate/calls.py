@@ -23,7 +23,7 @@ from hf_fastdecode.measurement.calls import collect, seeded, what_ran
 from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 from hf_fastdecode.measurement.shapes import SHAPES, random_model
 from hf_fastdecode.model_loading import load_weights
-from hf_fastdecode.patches.slim_layers import SlimLayer
+from hf_fastdecode.patches.config_base import SlimLayer
 
 from ..ops.inputs import BOUND
 from ..slim.cases import RANK_DIVISOR

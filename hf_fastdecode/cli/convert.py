@@ -24,7 +24,7 @@ from .interrupts import exit_on_interrupt
 from .options import MODEL, check_choice, expand_option_groups
 
 if TYPE_CHECKING:
-    from ..patches.slim_layers import Rope
+    from ..patches.config_base import Rope
 
 
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}

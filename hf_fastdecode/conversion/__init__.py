@@ -1,1 +1,1 @@
-"""Conversion to slim models: `fit` is the mathematics, `layers` the choice of caches, `sizes` what caches take."""
+"""Conversion to slim models: `fit` is the mathematics, `layer_converter` the choice, `sizes` the bytes of caches."""

@@ -1,12 +1,9 @@
-"""Calibration: the text and features that layers are measured on, and what models compute on them.
-
-These are the inputs of attentions, and logits that are read through a cache, which may round keys and values.
-"""
+"""Calibration: the text and features that layers are measured on, and what models compute on them."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,16 +16,35 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedMod
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
-from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
+from ..patches.layers.family import Family, attention_inputs, language_config, longest_text
+from .fit.attention import AttentionInputs
 from .fit.cached_numbers import load, store
 
 TOKENS: Final = 1024
-"""Most tokens of a calibration text: half to fit offsets and roundings, half to judge them."""
+"""Most tokens of a calibration text: half to fit offsets and roundings, half to measure errors on."""
 
 LEAST: Final = 32
 """Fewest tokens, below which errors say nothing about other texts."""
 
 _CHARACTERS_PER_TOKEN: Final = 256  # a text has about 4
+
+
+def calibration_text(config: Any, ids: Tensor | None, tokenizer: Any, file: Path | None = None) -> Tensor:
+    """Token ids of one text, ``[tokens]``, as many as a language model takes: those given, or `calibration_ids`.
+
+    Raises ValueError where there is neither a text nor a tokenizer, the text is too short or no vector of ids, or the
+    model does not have one of its ids.
+    """
+    if ids is None and tokenizer is None:
+        raise ValueError("layers are measured on a text: pass ids as `calibration`, or the model's `tokenizer`")
+    limit = longest_text(config)
+    ids = calibration_ids(tokenizer, file, limit) if ids is None else _beginning(ids, limit)
+    if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < config.vocab_size]:
+        raise ValueError(
+            f"the calibration text has id {wrong[-1]}, and the model has {config.vocab_size} tokens, from 0; take the "
+            "model's own tokenizer"
+        )
+    return ids
 
 
 def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None = None) -> Tensor:
@@ -37,68 +53,40 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
     The text is a UTF-8 file, or English and Python, the embedded tasks with their solutions. Raises ValueError where
     the file cannot be read, or the text, or the part that the model takes, is too short.
     """
-    try:
-        text = _built_in_text() if file is None else _beginning_of(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
-    ids = tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0]
-    return beginning(ids, limit)
+    if file is None:
+        tasks = embedded_tasks()
+        text = "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (0, 12))
+    else:
+        try:
+            with file.open(encoding="utf-8") as stream:  # of any size, whose beginning holds all tokens that are used
+                text = stream.read(TOKENS * _CHARACTERS_PER_TOKEN)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
+    return _beginning(tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0], limit)
 
 
-def _built_in_text() -> str:
-    tasks = embedded_tasks()
-    return "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (0, 12))
-
-
-def _beginning_of(file: Path) -> str:
-    """The beginning of a text file of any size, which holds all tokens that are used."""
-    with file.open(encoding="utf-8") as stream:
-        return stream.read(TOKENS * _CHARACTERS_PER_TOKEN)
-
-
-def beginning(ids: Tensor, limit: int | None = None) -> Tensor:
-    """The first ids of a text ``[tokens]``: at most `TOKENS`, and at most `limit`, which the model takes.
-
-    Raises ValueError where there are too few, or they are not one text.
-    """
+def _beginning(ids: Tensor, limit: int | None) -> Tensor:
     if limit is not None and limit < LEAST:
         raise ValueError(
             f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
         )
-    return check_ids(check_ids(ids)[: min(TOKENS, limit or TOKENS)])
-
-
-def check_ids(ids: Tensor) -> Tensor:
-    """The same ids; ValueError where there are too few, or they are not one text."""
     if not isinstance(ids, Tensor):
         raise ValueError(f"calibration must be a tensor of ids of one text, [tokens], got {type(ids).__name__}")
     if ids.dim() != 1 or ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"calibration must be ids of one text, [tokens], got {ids.dtype} of shape {list(ids.shape)}")
     if len(ids) < LEAST:
         raise ValueError(f"a calibration text needs {LEAST} tokens, got {len(ids)}; give a longer one")
-    return ids
+    return ids[: min(TOKENS, limit or TOKENS)]
 
 
-def check_vocabulary(ids: Tensor, vocabulary: int) -> Tensor:
-    """The same ids; ValueError if one is outside of a model's vocabulary of this size."""
-    if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < vocabulary]:
-        raise ValueError(
-            f"the calibration text has id {wrong[-1]}, and the model has {vocabulary} tokens, from 0; take the "
-            "model's own tokenizer"
-        )
-    return ids
-
-
-def model_inputs(
-    family: Family | EncoderDecoder, config: Any, ids: Tensor, features: Tensor | None = None
-) -> dict[str, Tensor]:
+def model_inputs(family: Family, config: Any, ids: Tensor, features: Tensor | None = None) -> dict[str, Tensor]:
     """Arguments of a forward pass over ids ``[tokens]``; an encoder reads the same text, or features.
 
-    A decoder's first token is put before the text, unless it begins with that. Features are ``[1, bands, frames]``;
-    synthetic ones when None, for models that read sounds. Raises ValueError where the config does not name the
-    decoder's first token, or features are of another shape.
+    A decoder's first token is put before the text, unless it begins with that. Features are ``[1, bands, frames]``; if
+    None, synthetic ones, for models that read sounds. Raises ValueError where the config does not name the decoder's
+    first token, or features are of another shape.
     """
-    if isinstance(family, Family):
+    if not family.has_encoder:
         return {"input_ids": ids[None]}
     if (first := getattr(config, "decoder_start_token_id", None)) is None:
         raise ValueError(
@@ -122,10 +110,7 @@ def on_device(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
 
 
 def _synthetic_features(config: Any) -> Tensor:
-    """Synthetic features, ``[1, bands, frames]``: smooth in time and frequency, always the same.
-
-    They lie in the range of Whisper's log-mel features, which are clipped to within 2 of their maximum.
-    """
+    """Smooth features ``[1, bands, frames]``, always the same, in the range of Whisper's log-mel features."""
     frames = 2 * config.max_source_positions
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(1, 1, max(2, config.num_mel_bins // 5), max(2, frames // 8), generator=generator)
@@ -159,24 +144,7 @@ def _not_finite(features: Tensor) -> int:
     return int(features.isfinite().logical_not().sum())
 
 
-@dataclass(frozen=True)
-class CalibrationInputs:
-    """Inputs of one attention on the calibration text.
-
-    Attributes:
-        inputs: ``[tokens, d]``, inputs of the projections; of cross-attention those of queries.
-        encoded: ``[encoder tokens, key_d]``, the encoder's output, for cross-attention.
-        score_bias: ``[heads, tokens, tokens]``, the bias of positions, or None.
-    """
-
-    inputs: Tensor
-    encoded: Tensor | None = None
-    score_bias: Tensor | None = None
-
-
-def record(
-    model: PreTrainedModel, family: Family | EncoderDecoder, inputs: dict[str, Tensor]
-) -> list[CalibrationInputs]:
+def record(model: PreTrainedModel, family: Family, inputs: dict[str, Tensor]) -> list[AttentionInputs]:
     """Inputs of every attention, in the order of `attentions`, in one run of an ordinary model, fp32 on the CPU."""
     seen: list[Tensor] = []
     encoded: list[Tensor] = []
@@ -186,24 +154,19 @@ def record(
         if kwargs.get("key_value_states") is not None and not encoded:
             encoded.append(kwargs["key_value_states"][0].float().cpu())
 
-    attentions = [
-        model.get_submodule(prefix.rstrip(".")) for prefix in family.attentions(language_config(model.config))
-    ]
-    hooks = [attention.register_forward_pre_hook(keep, with_kwargs=True) for attention in attentions]
     training, bias = model.training, None
-    try:
-        with torch.no_grad():
-            model.eval()(**on_device(model, inputs), use_cache=False)
-            if isinstance(family, EncoderDecoder) and family.score_bias is not None:
-                bias = family.score_bias(model, inputs["decoder_input_ids"].shape[1]).float().cpu()
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        hooks.callback(model.train, training)
+        for prefix in family.attentions(language_config(model.config)):
+            attention = model.get_submodule(prefix.rstrip("."))
+            hooks.enter_context(attention.register_forward_pre_hook(keep, with_kwargs=True))
+        model.eval()(**on_device(model, inputs), use_cache=False)
+        if family.score_bias is not None:
+            bias = family.score_bias(model, inputs["decoder_input_ids"].shape[1]).float().cpu()
     if not encoded:
-        return [CalibrationInputs(one) for one in seen]
+        return [AttentionInputs(one) for one in seen]
     return [
-        CalibrationInputs(one, encoded=encoded[0]) if index % 2 else CalibrationInputs(one, score_bias=bias)
+        AttentionInputs(one, encoded=encoded[0]) if index % 2 else AttentionInputs(one, score_bias=bias)
         for index, one in enumerate(seen)
     ]
 
@@ -211,9 +174,9 @@ def record(
 class RoundedCache(DynamicCache):
     """A cache that rounds keys and values of `layers`, or of all, to measure a dtype's errors; it saves no memory.
 
-    transformers' `QuantizedCache` passes the prompt to attention unrounded, and backends other than fp8 also the
-    latest tokens, so it does not show the error of the dtype alone. In 8 bits a token and head have a scale, as in
-    slim caches. A config of None is for a cache without sliding windows.
+    In 8 bits a token and head have a scale, as in slim caches. transformers' `QuantizedCache` passes the prompt to
+    attention unrounded, and backends other than fp8 also the latest tokens. A config of None is for a cache without
+    sliding windows.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype, layers: Collection[int] | None = None) -> None:
@@ -237,8 +200,7 @@ class RoundedCache(DynamicCache):
 def cached_logits(model: PreTrainedModel, inputs: dict[str, Tensor], int8_layers: Sequence[int] = ()) -> Tensor:
     """Logits of all tokens of one text, fp64: the second half reads the first from the cache, one by one at its end.
 
-    Of an ordinary or a slim model and its `model_inputs`. In `int8_layers`, attentions in the order of the family's
-    `attentions`, keys and values are cached in int8.
+    In `int8_layers`, attentions in the order of the family's `attentions`, keys and values are cached in int8.
     """
     inputs = on_device(model, inputs)
     given: dict[str, Any] = {}

@@ -1,16 +1,13 @@
-"""Convert a checkpoint to a slim one, or back, group of tensors by group, and publish the result at the end.
-
-Before that its logits on the calibration text, with a cache, may be verified against those of its source.
-"""
+"""Convert a checkpoint to a slim one, or back, group of tensors by group, and publish the result at the end."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -21,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from hf_fastdecode.files import write_json
 from hf_fastdecode.model_loading import has_no_vocabulary
 
-from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_contexts, longest_text
-from .calibration import cached_logits, calibration_ids, check_vocabulary, model_inputs, read_features
+from ..patches.layers.family import Family, language_config, longest_contexts
+from .calibration import cached_logits, calibration_text, model_inputs, read_features
 from .families import family_of, family_of_slim, require_rope
 from .fit.cached_numbers import EIGHT_BITS
 from .fit.layer_plan import dtype_name, relative_error
@@ -84,14 +81,14 @@ def convert_checkpoint(
     with closing(Checkpoint(folder)) as source:
         conversion = _Conversion(source, settings, model_type, family)
         if settings.target is None:
-            return conversion.measure(on_group)
+            return _with_layers(conversion.report, [report for _, report in conversion.groups(0, on_group)])
         made_of = {**conversion.report, "shard_bytes": settings.shard_bytes, "files": source.stamp()}
         target = settings.target.expanduser()
         with closing(ShardWriter(target, settings.shard_bytes, made_of, resume=settings.resume)) as writer:
             return conversion.write(writer, on_group)
 
 
-def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecoder]:
+def _family(config: Any, settings: Settings) -> tuple[str, Family]:
     """The `model_type` and the family of a config that can be converted; ValueError where it cannot."""
     if settings.format == "full":
         model_type, family = family_of_slim(config)
@@ -108,16 +105,11 @@ def _family(config: Any, settings: Settings) -> tuple[str, Family | EncoderDecod
 class _Conversion:
     """A conversion of an opened source: its tensors as a stream, its calibration inputs and its report."""
 
-    def __init__(
-        self, source: Checkpoint, settings: Settings, model_type: str, family: Family | EncoderDecoder
-    ) -> None:
+    def __init__(self, source: Checkpoint, settings: Settings, model_type: str, family: Family) -> None:
         self.source, self.settings, self.family = source, settings, family
         source.rename(self.family.model_name)
-        if isinstance(self.family, Family):
-            source.check(self.family.auto, self.family.layers, self.family.left_out)
-        else:
-            source.check(self.family.auto)
-        dtype = settings.dtype or source.dtype(self.family.embedding)
+        source.check(family.auto, None if family.has_encoder else family.layers, family.left_out)
+        dtype = settings.dtype or source.tensor(self.family.embedding).dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise CheckpointError(f"{settings.source} is in {dtype}; give `dtype` float32, bfloat16 or float16")
         if settings.format == "full" and settings.verify and source.report() is None:
@@ -136,35 +128,30 @@ class _Conversion:
         if settings.format == "full":
             self.stream = FullStream(source, model_type, self.family, dtype)
         else:
-            kind = EncoderDecoderStream if isinstance(self.family, EncoderDecoder) else DecoderOnlyStream
+            kind = EncoderDecoderStream if self.family.has_encoder else DecoderOnlyStream
             self.stream = kind(source, self.family, settings.choice, dtype, self.inputs)
         self.report = self._describe()
 
-    def measure(self, on_group: Callable[[int, int], None]) -> dict[str, Any]:
-        """The report of a conversion that writes nothing."""
-        layers = []
-        for index in range(len(self.stream)):
-            layers.append(self.stream.group(index)[1])
-            on_group(index + 1, len(self.stream))
-        return _with_layers(self.report, layers)
+    def groups(self, done: int, on_group: Callable[[int, int], None]) -> Iterator[tuple[dict[str, Tensor], Any]]:
+        """Tensors and reports of all groups but those done before."""
+        self.stream.skip(done)
+        for index in range(done, len(self.stream)):
+            on_group(index, len(self.stream))
+            yield self.stream.group(index)
+        on_group(len(self.stream), len(self.stream))
 
     def write(self, writer: ShardWriter, on_group: Callable[[int, int], None]) -> dict[str, Any]:
         """Write the checkpoint and its report, from the first group that is not on disk."""
         stream, settings = self.stream, self.settings
         if not writer.groups:
             self._check_disk(writer.folder)
-        stream.resume(writer.carried())
         try:
-            for index in range(writer.groups, len(stream)):
-                on_group(index, len(stream))
-                before = stream.carried()
-                tensors, layer = stream.group(index)
-                writer.add(tensors, layer, before)
+            for tensors, layer in self.groups(writer.groups, on_group):
+                writer.add(tensors, layer)
         except ValueError:  # resuming would raise it again
             shutil.rmtree(writer.folder)
             raise
         layers = writer.finish()
-        on_group(len(stream), len(stream))
         config = stream.finished(layers)
         report = _with_layers(self.report, layers)
         self.source.copy_beside(writer.folder)
@@ -185,8 +172,7 @@ class _Conversion:
     def _files(self) -> tuple[Path | None, Path | None]:
         """The calibration text and features; None for the built-in text and synthetic features."""
         settings, file = self.settings, self.settings.calibration
-        reads_sounds = isinstance(self.family, EncoderDecoder) and self.family.audio
-        if reads_sounds and file is not None and file.suffix == _FEATURES:
+        if self.family.audio and file is not None and file.suffix == _FEATURES:
             return settings.transcript, file
         if settings.transcript is not None:
             raise CheckpointError(
@@ -209,12 +195,11 @@ class _Conversion:
                 f"{name} has no tokenizer files, and layers are measured on a text; save the tokenizer beside the "
                 "weights (tokenizer.save_pretrained)"
             )
-        config = language_config(self.source.config)
-        return check_vocabulary(calibration_ids(tokenizer, self.text, longest_text(config)), config.vocab_size)
+        return calibration_text(language_config(self.source.config), None, tokenizer, self.text)
 
     def _check_disk(self, folder: Path) -> None:
         """Refuse, before hours of work, a checkpoint for which the disk has no room."""
-        itemsize = self.source.dtype(self.family.embedding).itemsize
+        itemsize = self.source.tensor(self.family.embedding).dtype.itemsize
         needed = int(self.source.nbytes() * self.stream.dtype.itemsize / itemsize * _HEADROOM)
         free = shutil.disk_usage(folder).free
         if free < needed:
@@ -239,21 +224,17 @@ class _Conversion:
             "rope": choice.rope,
             "calibration": "built-in" if self.text is None else str(self.text),
             "calibration_tokens": 0 if self.ids is None else len(self.ids),
-            "calibration_sha256": "" if self.ids is None else _sha256(self.ids.numpy().tobytes()),
+            "calibration_sha256": "" if self.ids is None else sha256(self.ids.numpy().tobytes()).hexdigest(),
         }
         if source.left_out:
             report["left_out"] = source.left_out
-        if isinstance(self.family, EncoderDecoder):
+        if self.family.has_encoder:
             report["decoder_tokens"], report["encoder_tokens"] = longest_contexts(source.config)
             if self.family.audio:
                 file = self.features
                 report["calibration_features"] = "synthetic" if file is None else str(file)
-                report["calibration_features_sha256"] = "" if file is None else _sha256(file.read_bytes())
+                report["calibration_features_sha256"] = "" if file is None else sha256(file.read_bytes()).hexdigest()
         return report
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def _with_layers(report: dict[str, Any], reports: list[Any]) -> dict[str, Any]:
@@ -291,9 +272,9 @@ class VerificationError(ValueError):
 class Verification:
     """Relative errors of logits, in the Frobenius norm, against the ordinary model in fp64.
 
-    Of the slim model in its dtype, with the largest acceptable one, and of the ordinary model in the same dtype, with
-    keys and values in int8 in layers that the slim model caches in 8 bits. `same_tokens` is the share of positions
-    where slim and fp64 give the same most likely token.
+    Of the slim model in its dtype, with its bound, and of the ordinary model in the same dtype, with keys and values
+    in int8 in layers that the slim model caches in 8 bits. `same_tokens` is the share of positions where slim and fp64
+    give the same most likely token.
     """
 
     slim_error: float
@@ -305,7 +286,7 @@ class Verification:
 def verify(
     ordinary: tuple[Path, Any],
     slim: tuple[Path, Any],
-    family: Family | EncoderDecoder,
+    family: Family,
     dtype: torch.dtype,
     inputs: dict[str, Tensor],
     tolerance: float,
@@ -313,9 +294,9 @@ def verify(
 ) -> Verification:
     """Compare logits on `model_inputs`; models, given as folder and config, are loaded whole, one after the other.
 
-    The ordinary one is loaded in fp64, then both in `dtype`. The bound is `tolerance`, at least 1, times the error of
-    the ordinary model with the layers' baseline caches, plus the error of fp32 accumulators in values from keys, by
-    the `layers` of a conversion report. Raises VerificationError where the slim model's error exceeds it.
+    The bound is `tolerance`, at least 1, times the error of the ordinary model with the layers' baseline caches, plus
+    the error of fp32 accumulators in values from keys, by the `layers` of a conversion report. Raises
+    VerificationError where the slim model's error exceeds it.
     """
     oracle = cached_logits(_load(ordinary, torch.float64, family.auto), inputs)
     entries = language_config(slim[1]).layer_plans
@@ -339,8 +320,7 @@ def _accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
     """Error of the logits that rounding in fp32 adds: of their own sums, and of those that give values from keys.
 
     Rounding the cached keys makes the measured `value_error`. Rounding sums of their products is amplified as much,
-    but smaller by the ratio of the precisions. (The condition number is no useful bound: it ignores V-coordinates, and
-    from 1e7 on it allows any error.)
+    but smaller by the ratio of the precisions. (The condition number is no bound: it ignores V-coordinates.)
     """
     eps = torch.finfo(torch.float32).eps
     from_keys = [layer for layer in layers if layer["plan"] in ("k", "k+r")]
@@ -361,25 +341,24 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    layers = report["layers"]
+    layers, measured = report["layers"], [layer["measured"] for layer in report["layers"]]
     numbers = list(range(len(layers)))
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    conditions = [layer["measured"]["condition"] for layer in layers]
-    known = [(at, value) for at, value in zip(numbers, conditions) if value is not None]
-    above.bar([at for at, _ in known], [value for _, value in known], color="#3b6fb6")
+    above.bar(numbers, [one["condition"] or float("nan") for one in measured], color="#3b6fb6")
     above.set_yscale("log")
     above.set_ylabel("condition number of $W_K$")
     above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
-    measured = [layer["measured"] for layer in layers]
-    alone = [_of_keys(layer) for layer in layers]
     for baseline, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
         if all(one[baseline] for one in measured):
             errors = [one[baseline]["output_error"] for one in measured]
             below.plot(numbers, errors, "o-", color=color, label=f"keys and values{name}")
             allowed = [error * report["tolerance"] for error in errors]
             below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")
+    alone = [_error_of_keys(one) for one in measured]
     below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
-    chosen = _above_zero([layer["output_error"] for layer in layers], measured)
+    # A logarithmic axis has no 0: exact caches are drawn below all keys and values.
+    lowest = min((one["ordinary"]["output_error"] for one in measured if one["ordinary"]["output_error"]), default=1.0)
+    chosen = [layer["output_error"] or lowest / 10 for layer in layers]
     below.plot(numbers, chosen, "s-", color="#1b7f5c", label="chosen")
     for at, (layer, error) in enumerate(zip(layers, chosen)):
         name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
@@ -397,14 +376,7 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _above_zero(errors: list[float], measured: list[dict[str, Any]]) -> list[float]:
-    """Errors for a logarithmic axis, which has no 0: exact caches are drawn below all keys and values."""
-    lowest = min((one["ordinary"]["output_error"] for one in measured if one["ordinary"]["output_error"]), default=1.0)
-    return [error or lowest / 10 for error in errors]
-
-
-def _of_keys(layer: dict[str, Any]) -> float:
+def _error_of_keys(measured: Mapping[str, Any]) -> float:
     """Output error of keys alone, not in 8 bits; nan where it was not measured."""
-    measured = layer["measured"]
     alone = (one for one in measured["candidates"] if (one["plan"], one["dtype"]) == ("k", measured["cache_dtype"]))
     return next((one["output_error"] for one in alone), float("nan"))

@@ -1,7 +1,7 @@
 """Families of convertible models, found by config, and the configs of their slim and ordinary models.
 
-Of multimodal models the language model is converted. transformers makes it from a ``text_config`` by the Auto classes,
-so a slim multimodal model is of the ordinary class, with the config of a slim language model as its ``text_config``.
+Of multimodal models the language model is converted. transformers makes it from a ``text_config`` by the Auto
+classes, so a slim multimodal model is of the ordinary class, with a slim config as its ``text_config``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from hf_fastdecode.patches import encoder_decoder_configs, slim_configs
 from hf_fastdecode.patches.config_base import families_in
 
-from ..patches.layers.family import EncoderDecoder, Family, kv_heads, language_config
+from ..patches.layers.family import Family, language_config
 from .fit.layer_plan import dtype_name
 from .fit.value_coordinates import matrix_dtype
 
@@ -52,70 +52,69 @@ class UnconvertibleError(ValueError):
     """A model without a slim form, with the reason."""
 
 
-def family_of(config: Any) -> Family | EncoderDecoder:
+def family_of(config: Any) -> Family:
     """The family of an ordinary model's config; UnconvertibleError where models of this config have no slim form."""
-    model_type = config.model_type
+    if (reason := refusal(config)) is not None:
+        raise UnconvertibleError(reason)
+    family = _load(language_config(config).model_type)
+    return multimodal_family(config, family) if config.model_type in MULTIMODAL else family
+
+
+def refusal(config: Any) -> str | None:
+    """Why models of an ordinary config have no slim form, or None."""
+    model_type, known = config.model_type, (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL)
+    rope = (getattr(language_config(config), "rope_parameters", None) or {}).get("rope_type", "default")
     if is_slim(config):
-        raise UnconvertibleError(
+        return (
             "the model is slim already; for another slim form convert the ordinary model, which a conversion with "
             '`format="full"` gives back'
         )
     if model_type in _NEVER:
-        raise UnconvertibleError(f"{_NEVER[model_type]}; keep it as it is")
-    if model_type not in (*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL):
-        known = ", ".join((*FAMILIES, *ENCODER_DECODERS, *MULTIMODAL))
-        raise UnconvertibleError(
-            f"there is no slim form of {model_type} models so far, only of {known}; keep it as it is"
-        )
+        return f"{_NEVER[model_type]}; keep it as it is"
+    if model_type not in known:
+        return f"there is no slim form of {model_type} models so far, only of {', '.join(known)}; keep it as it is"
     if getattr(config, "quantization_config", None):
-        raise UnconvertibleError(
+        return (
             "the checkpoint is quantised, and values cannot be solved for from rounded weights; convert the original "
             "in float16 or bfloat16, and quantise the result"
         )
     if model_type in MULTIMODAL:
-        language = family_of(language_config(config))
-        if not isinstance(language, Family):
-            raise UnconvertibleError(
-                f"the language model of this {model_type} has an encoder ({config.text_config.model_type}); "
-                "only decoders are converted in multimodal models"
+        if (language := config.text_config.model_type) in ENCODER_DECODERS:
+            return (
+                f"the language model of this {model_type} has an encoder ({language}); only decoders are converted in "
+                "multimodal models"
             )
-        if (rope := _rope_type(language_config(config))) == "longrope":
-            raise UnconvertibleError(
+        if rope == "longrope":
+            return (
                 f"RoPE of type {rope!r} changes with the length of the text, and multimodal models then keep keys of "
                 "both frequencies in the cache, which a slim one cannot; convert models with fixed frequencies"
             )
-        return multimodal_family(config, language)
-    if (heads := config.num_attention_heads) != kv_heads(config):
-        raise UnconvertibleError(
+        return refusal(config.text_config)
+    heads = config.num_attention_heads
+    if (kv_heads := getattr(config, "num_key_value_heads", None) or heads) != heads:
+        return (
             "a cache of keys alone needs num_key_value_heads == num_attention_heads, got "
-            f"{kv_heads(config)} != {heads}: keys do not determine the values of grouped-query attention; an int8 KV "
+            f"{kv_heads} != {heads}: keys do not determine the values of grouped-query attention; an int8 KV "
             "cache may serve this model better"
         )
     family = _load(model_type)
-    rope = _rope_type(config)
-    if rope == "dynamic" or (rope == "longrope" and not getattr(family, "longrope", False)):
-        raise UnconvertibleError(
+    if rope == "dynamic" or (rope == "longrope" and not family.longrope):
+        return (
             f"RoPE of type {rope!r} changes with the length of the text, and keys cached before it would change with "
             "it; convert models with fixed frequencies (default, linear, llama3, yarn)"
         )
-    if reason := family.refusal(config):
-        raise UnconvertibleError(reason)
-    return family
+    if family.has_encoder and not config.is_encoder_decoder:
+        return f"{model_type} without its encoder (is_encoder_decoder) has no slim form; convert the whole model"
+    return family.refusal(config)
 
 
-def _rope_type(config: Any) -> str:
-    kind: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return kind
-
-
-def family_of_slim(config: Any) -> tuple[str, Family | EncoderDecoder]:
+def family_of_slim(config: Any) -> tuple[str, Family]:
     """The ordinary (language) model type and the family of a slim config; UnconvertibleError where it is not slim."""
     if not is_slim(config):
         raise UnconvertibleError(f"the model is not slim but of type {config.model_type}; it is full already")
     name = language_config(config).model_type.removeprefix(SLIM)
     family = _load(name)
     if config.model_type in MULTIMODAL:
-        assert isinstance(family, Family)
         family = multimodal_family(config, family)
     return name, family
 
@@ -125,8 +124,8 @@ def is_slim(config: Any) -> bool:
     return kind.startswith(SLIM)
 
 
-def _load(model_type: str) -> Family | EncoderDecoder:
-    family: Family | EncoderDecoder = import_module(f"{_ARCHITECTURES}.{SLIM}{model_type}").FAMILY
+def _load(model_type: str) -> Family:
+    family: Family = import_module(f"{_ARCHITECTURES}.{SLIM}{model_type}").FAMILY
     return family
 
 
@@ -145,7 +144,7 @@ def multimodal_family(config: Any, language: Family) -> Family:
     )
 
 
-def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> None:
+def require_rope(family: Family, config: Any, rope: str) -> None:
     """Refuse, before layers are measured, a `slim_rope` that the slim model's config would refuse."""
     try:
         family.slim_config(**_ordinary_fields(config), slim_rope=rope)
@@ -153,16 +152,14 @@ def require_rope(family: Family | EncoderDecoder, config: Any, rope: str) -> Non
         raise UnconvertibleError(str(error)) from error
 
 
-def slim_config(
-    family: Family | EncoderDecoder, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, rope: str
-) -> Any:
+def slim_config(family: Family, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, rope: str) -> Any:
     """The config of a slim model: an ordinary one's fields, and what each layer caches."""
     slim = {"slim_layers": entries, "slim_matrix_dtype": dtype_name(matrix_dtype(dtype)), "slim_rope": rope}
     made = family.slim_config(**_ordinary_fields(config), **slim)
     return _complete(config, made, family.slim_model.__name__, dtype)
 
 
-def full_config(family: Family | EncoderDecoder, config: Any, model_type: str, dtype: torch.dtype) -> Any:
+def full_config(family: Family, config: Any, model_type: str, dtype: torch.dtype) -> Any:
     """The config of an ordinary model, of a slim one's; `model_type` as `family_of_slim` gives it."""
     made = AutoConfig.for_model(model_type, **_ordinary_fields(config))
     return _complete(config, made, family.architecture, dtype)
@@ -175,7 +172,7 @@ def ordinary_config(config: Any) -> Any:
 
 
 def untied(config: Any) -> Any:
-    """The same config, of a model whose tied tensors differ, such as a head that was trained separately.
+    """Mark a config as of a model whose tied tensors differ, such as a head that was trained separately.
 
     T5's stays tied when it is loaded, as transformers ties its embeddings in any case, and its head where it is equal.
     """

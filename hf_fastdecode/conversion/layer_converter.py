@@ -1,7 +1,7 @@
 """Convert attention layers one by one: measure each on its calibration inputs, choose its cache, round its matrices.
 
-The layers come from a checkpoint or from a loaded model, through one function; all that is decided is decided here, by
-the user's choice of caches: the smallest accurate one per layer, one for all layers, or a list.
+Layers of a checkpoint and of a loaded model are converted by one class. The choice is the user's: the smallest
+accurate cache per layer, one plan for all layers, or a list.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.dtypes import parse_dtype
-from hf_fastdecode.patches.slim_layers import (
+from hf_fastdecode.patches.config_base import (
     ALL_PLANS,
     CACHE_DTYPES,
     CROSS_PLANS,
@@ -30,10 +30,8 @@ from hf_fastdecode.patches.slim_layers import (
     read_layers,
 )
 
-from ..patches.layers.family import EncoderDecoder, Family
-from .calibration import CalibrationInputs
-from .fit.attention import AttentionWeights, Rotation, bias_or_zero, value_constant
-from .fit.cached_numbers import EIGHT_BITS
+from ..patches.layers.family import Family
+from .fit.attention import AttentionInputs, AttentionWeights, bias_or_zero, value_constant
 from .fit.layer_plan import RANK_SHARES, CacheError, CacheErrors, LayerPlan, fit_layer, in_eight_bits, relative_error
 from .fit.value_coordinates import (
     StoredValueCoordinates,
@@ -85,7 +83,14 @@ class PlanChoice:
             if self.plan not in NAMED:
                 raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
         else:
-            object.__setattr__(self, "plan", _checked(self.plan))
+            try:
+                pairs = _pairs([{"plan": name, "rank": rank} for name, rank in self.plan])
+            except (TypeError, ValueError) as error:
+                raise PlanError(
+                    f'plan must be {", ".join(NAMED)} or a pair such as ("k+r", 64) for each layer, got {self.plan!r} '
+                    f"({error})"
+                ) from error
+            object.__setattr__(self, "plan", pairs)
         if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
             raise PlanError(
                 f"`rank` must be an integer of at least 0 (keys alone), got {self.rank!r}; leave it out for `plan`"
@@ -102,49 +107,28 @@ class PlanChoice:
         if self.rope not in ROPES:
             raise PlanError(f"`rope` must be one of {', '.join(ROPES)}, got {self.rope!r}; choose one")
 
-    @property
-    def eight_bits(self) -> torch.dtype | None:
-        return self._dtype if self._dtype in EIGHT_BITS else None
-
-    @property
-    def wider(self) -> torch.dtype | None:
-        return None if self.eight_bits else self._dtype
-
-    @property
-    def _dtype(self) -> torch.dtype | None:
-        return None if self.cache_dtype == AUTO else getattr(torch, str(self.cache_dtype))
-
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
         """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.
 
         Raises PlanError where the layer, which can have `plans`, cannot have it.
         """
-        asked = self._asked(index, layers)
-        if asked[0] not in (AUTO, *plans):
-            reason = ", as RoPE or QK-norm stands before the scores" if asked[0] == "x" and "e" not in plans else ""
-            raise PlanError(f"layer {index} cannot have plan {asked[0]!r}, only one of {', '.join(plans)}{reason}")
-        return asked
-
-    def _asked(self, index: int, layers: int) -> tuple[str, int]:
         if self.rank is not None:
-            return ("k+r", self.rank) if self.rank else ("k", 0)
-        if isinstance(self.plan, str):
-            return self.plan, 0
-        if len(self.plan) != layers:
+            plan, rank = "k+r" if self.rank else "k", self.rank
+        elif isinstance(self.plan, str):
+            plan, rank = self.plan, 0
+        elif len(self.plan) == layers:
+            plan, rank = self.plan[index]
+        else:
             raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}: name one for each")
-        return self.plan[index]
+        if plan not in (AUTO, *plans):
+            reason = ", as RoPE or QK-norm stands before the scores" if plan == "x" and "e" not in plans else ""
+            raise PlanError(f"layer {index} cannot have plan {plan!r}, only one of {', '.join(plans)}{reason}")
+        return plan, rank
 
 
-def _checked(plan: Any) -> tuple[tuple[str, int], ...]:
-    """Plan and rank of each layer, as a tuple of pairs."""
-    try:
-        pairs = [(name, rank) for name, rank in plan]
-        layers = read_layers([{"plan": name, "rank": rank} for name, rank in pairs], len(pairs), (ALL_PLANS,))
-    except (TypeError, ValueError) as error:
-        raise PlanError(
-            f'plan must be {", ".join(NAMED)} or a pair such as ("k+r", 64) for each layer, got {plan!r} ({error})'
-        ) from error
-    return tuple((layer.plan, layer.rank) for layer in layers)
+def _pairs(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
+    plain = [{"plan": entry.get("plan"), "rank": entry.get("rank", 0)} for entry in entries]
+    return tuple((layer.plan, layer.rank) for layer in read_layers(plain, len(plain), (ALL_PLANS,)))
 
 
 def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:
@@ -178,12 +162,10 @@ def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
         entries = content.get("slim_layers", content.get("layers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise PlanError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')
-    plain = [{"plan": entry.get("plan"), "rank": entry.get("rank", 0)} for entry in entries]
     try:
-        layers = read_layers(plain, len(plain), (ALL_PLANS,))
+        return _pairs(entries)
     except ValueError as error:
         raise PlanError(f"{path}: {error} (plans are {', '.join(ALL_PLANS)})") from error
-    return tuple((layer.plan, layer.rank) for layer in layers)
 
 
 _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
@@ -194,9 +176,8 @@ _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
 class ConvertedLayer:
     """A layer of a slim model: all measured caches, and the chosen one, with its error and as an entry for the config.
 
-    Attributes:
-        tensors: Tensors of the slim attention, by their names below it.
-        recovered_error: Relative error of ``W_V`` as `recover_values` returns it, in the model's dtype; else 0.
+    `tensors` are those of the slim attention, by their names below it; `recovered_error` is the relative error of
+    ``W_V`` as `recover_values` returns it, in the model's dtype, else 0.
     """
 
     plan: LayerPlan
@@ -218,7 +199,7 @@ class ConvertedLayer:
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors whose names have a prefix, by the rest of their names."""
+    """Tensors whose names have a prefix, by their names below it."""
     return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
 
 
@@ -238,15 +219,15 @@ class LayerConverter:
 
     def __init__(
         self,
-        family: Family | EncoderDecoder,
+        family: Family,
         config: Any,
         choice: PlanChoice,
-        source: Callable[[int], tuple[Mapping[str, Tensor], CalibrationInputs]],
+        source: Callable[[int], tuple[Mapping[str, Tensor], AttentionInputs]],
     ) -> None:
         self.family, self.config, self.source = family, config, source
         self.count = len(family.attentions(config))
         self.choice = choice
-        if isinstance(family, EncoderDecoder) and choice.plan in _IN_TURNS:
+        if family.has_encoder and choice.plan in _IN_TURNS:
             self.choice = replace(choice, plan=_IN_TURNS[str(choice.plan)] * (self.count // 2))
 
     def convert(self, index: int) -> ConvertedLayer:
@@ -261,29 +242,24 @@ class LayerConverter:
         plain = self.family.plain(self.config, own)
         weights = self._weights(plain, index)
         rotation = self.family.rotation(self.config, len(seen.inputs))
+        seen = replace(seen, rotation=rotation, unrotate=self.choice.rope == "unrotate")
         plans = self._plans[index % len(self._plans)]
         choice, model_dtype = self.choice, weights.key.dtype
         asked = choice.of_layer(index, self.count, plans)
         plan, statistics = fit_layer(
             weights,
-            seen.inputs,
-            seen.encoded,
-            rotation=rotation,
-            causal=seen.encoded is None,
-            score_bias=seen.score_bias,
+            seen,
             model_dtype=model_dtype,
-            cache_dtype=choice.wider,
-            eight_bits=choice.eight_bits,
+            cache_dtype=None if choice.cache_dtype == AUTO else getattr(torch, str(choice.cache_dtype)),
             tolerance=choice.tolerance,
-            unrotate=choice.rope == "unrotate",
             rank_shares=RANK_SHARES if asked[0] == AUTO else (),
             ranks=(asked[1],),
         )
         chosen = pick(plan, asked, index, plans)
         if chosen.plan == "kv":
             return ConvertedLayer(plan, chosen, SlimLayer("kv"), dict(own))
-        cache_dtype = chosen.dtype if in_eight_bits(chosen) else None
         if chosen.plan not in ("k", "k+r"):
+            cache_dtype = chosen.dtype if in_eight_bits(chosen) else None
             return ConvertedLayer(plan, chosen, SlimLayer(chosen.plan, cache_dtype=cache_dtype), plain)
         stored = store_value_coordinates(
             weights, statistics[chosen.dtype], chosen.rank, matrix_dtype=matrix_dtype(model_dtype)
@@ -291,9 +267,9 @@ class LayerConverter:
         exact = stored.double()
         recovered = weights.W_K @ exact.from_keys + exact.from_inputs @ exact.directions
         recovered_error = relative_error(recovered.to(model_dtype).double(), weights.W_V)
-        key_inputs = seen.inputs if seen.encoded is None else seen.encoded
-        fits = _fits_float16(weights, exact, key_inputs, rotation if choice.rope == "unrotate" else None)
-        entry = SlimLayer(chosen.plan, chosen.rank, fits, chosen.dtype if choice.wider else cache_dtype)
+        fits = _fits_float16(weights, exact, seen)
+        cache_dtype = chosen.dtype if chosen.dtype == choice.cache_dtype else None  # not chosen for the model's dtype
+        entry = SlimLayer(chosen.plan, chosen.rank, fits, cache_dtype)
         value = f"{self.family.projection('v')}."
         tensors = {name: one for name, one in plain.items() if not name.startswith(value)} | _slim_tensors(stored)
         return ConvertedLayer(plan, chosen, entry, tensors, recovered_error)
@@ -304,8 +280,8 @@ class LayerConverter:
     @cached_property
     def _plans(self) -> tuple[Sequence[str], ...]:
         """Plans that attentions can have, in turns."""
-        if isinstance(self.family, Family):
-            return (self.family.plans,)
+        if not self.family.has_encoder:
+            return (self.family.slim_config.plans,)
         return SELF_PLANS, CROSS_PLANS if self._reads_encoder() else PLANS
 
     def _reads_encoder(self) -> bool:
@@ -323,11 +299,11 @@ class LayerConverter:
         return "e" in asked or (AUTO in asked and all(map(self._accurate_from_encoder, crosses)))
 
     def _accurate_from_encoder(self, index: int) -> bool:
-        """Whether a cross-attention is accurate enough with plan ``e``, on the half of the text that plans judge."""
+        """Whether plan ``e`` is accurate enough, on the half of the text that plans are judged on."""
         own, seen = self.source(index)
         assert seen.encoded is not None
         weights = self._weights(self.family.plain(self.config, own), index)
-        errors = CacheErrors(weights, seen.inputs, seen.encoded[len(seen.encoded) // 2 :], causal=False)
+        errors = CacheErrors(weights, seen.part(slice(len(seen.encoded) // 2, None)))
         dtype = weights.key.dtype
         bound = self.choice.tolerance * errors.ordinary(dtype).output_error
         try:
@@ -356,24 +332,19 @@ def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, T
     return weight.mT.contiguous(), bias
 
 
-def _fits_float16(
-    weights: AttentionWeights, exact: ValueCoordinates, inputs: Tensor, stored_rotation: Rotation | None
-) -> bool:
+def _fits_float16(weights: AttentionWeights, exact: ValueCoordinates, seen: AttentionInputs) -> bool:
+    keys, rotation = exact.cached_keys(weights, seen.key_inputs), seen.stored_rotation
     try:
-        cached_and_read(exact.cached_keys(weights, inputs), torch.float16, weights.head_dim, stored_rotation)
-        check_range("V-coordinates", exact.coordinates(inputs), torch.float16)
+        cached_and_read(keys, torch.float16, weights.head_dim, rotation)
+        check_range("V-coordinates", exact.coordinates(seen.key_inputs), torch.float16)
     except ValueError:
         return False
     return True
 
 
 def _slim_tensors(stored: StoredValueCoordinates) -> dict[str, Tensor]:
-    matrices = {"from_keys": (stored.from_keys.values, stored.from_keys.scales)}
-    if len(stored.directions):
-        ones = torch.ones(stored.directions.shape[1])
-        matrices["from_inputs"] = (stored.from_inputs.values, stored.from_inputs.scales)
-        matrices["directions"] = (stored.directions, ones)
     tensors = {"slim.key_offset": stored.key_offset.float(), "slim.constant": stored.constant.float()}
-    for name, (values, scales) in matrices.items():
-        tensors |= {f"slim.{name}.values": values, f"slim.{name}.scales": scales.float()}
+    for name in ("from_keys", "from_inputs", "directions")[: 3 if stored.rank else 1]:
+        matrix = getattr(stored, name)
+        tensors |= {f"slim.{name}.values": matrix.values, f"slim.{name}.scales": matrix.scales}
     return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}

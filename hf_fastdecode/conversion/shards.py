@@ -1,8 +1,7 @@
 """Write a checkpoint atomically: to a staging folder beside the target, which is renamed at the end.
 
-The staging folder holds shards, a state file for resuming, and at the very end the config, without which transformers
-loads nothing. A resumed conversion writes the same bytes as an uninterrupted one; it compares the shards with their
-hashes in the state.
+The staging folder holds shards, a state file for resuming, with the shards' hashes, and at the very end the config,
+without which transformers loads nothing. A resumed conversion writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -59,13 +59,9 @@ class ShardWriter:
             "shards": [],
             "hashes": [],
             "reports": [],
-            "carried": [],
-            "carried_sha256": "",
         }
         self._pending: dict[str, Tensor] = {}
-        self._pending_groups = 0
         self._pending_reports: list[Any] = []
-        self._before: dict[str, Tensor] = {}
         begun = os.path.lexists(self.folder)
         if begun and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is no folder, and a conversion needs one; delete or rename it")
@@ -77,7 +73,7 @@ class ShardWriter:
             if begun:
                 self._continue(resume)
             else:
-                self._save_state({})
+                self._save_state()
         except BaseException:
             self.close()
             raise
@@ -87,39 +83,30 @@ class ShardWriter:
         """Number of groups on disk, and so the index of the next one to be added."""
         return int(self.state["groups"])
 
-    def carried(self) -> dict[str, Tensor]:
-        """The `carried` tensors of the first group that is not on disk; empty at the beginning."""
-        if not (names := self.state["carried"]):
-            return {}
-        file = self._carried_file(self.groups)
-        self._require_whole(file, self.state["carried_sha256"])
-        with safe_open(file, "pt") as handle:
-            return {name: handle.get_tensor(name) for name in names}
-
-    def add(self, tensors: Mapping[str, Tensor], report: Any, carried: Mapping[str, Tensor]) -> None:
-        """Add a group: its tensors, plain values for `finish` to return, and the state from which it was computed."""
-        size = sum(map(_nbytes, self._pending.values()))
-        if self._pending and size + sum(map(_nbytes, tensors.values())) > self.limit:
-            self.flush(carried)
+    def add(self, tensors: Mapping[str, Tensor], report: Any) -> None:
+        """Add a group: its tensors, and plain values for `finish` to return."""
+        size = sum(one.nbytes for one in (*self._pending.values(), *tensors.values()))
+        if self._pending and size > self.limit:
+            self.flush()
         self._pending |= tensors
-        self._pending_groups += 1
         self._pending_reports.append(report)
 
-    def flush(self, carried: Mapping[str, Tensor]) -> None:
-        """Write what is pending; `carried` belongs to the next group."""
-        for part in _parts(self._pending, self.limit):
+    def flush(self) -> None:
+        """Write the pending groups."""
+        split = split_torch_state_dict_into_shards(self._pending, max_shard_size=self.limit)
+        for names in split.filename_to_tensors.values():
             file, _ = self._shard_files(len(self.state["shards"]) + 1)
-            _save(part, file)
-            self.state["shards"].append({name: _nbytes(tensor) for name, tensor in part.items()})
+            _save({name: self._pending[name] for name in names}, file)
+            self.state["shards"].append({name: self._pending[name].nbytes for name in names})
             self.state["hashes"].append(_file_sha256(file))
-        self.state["groups"] += self._pending_groups
+        self.state["groups"] += len(self._pending_reports)
         self.state["reports"] += self._pending_reports
-        self._pending, self._pending_groups, self._pending_reports = {}, 0, []
-        self._save_state(carried)
+        self._pending, self._pending_reports = {}, []
+        self._save_state()
 
     def finish(self) -> list[Any]:
         """Give the shards their final names and write the index; returns the report of each group."""
-        self.flush({})
+        self.flush()
         shards = self.state["shards"]
         places: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
@@ -150,7 +137,7 @@ class ShardWriter:
         if not resume:
             raise CheckpointError(f"a conversion was interrupted; `resume=True` continues it, or remove {self.folder}")
         if all(file.suffix == ".partial" for file in self.folder.iterdir()):  # interrupted before its first state
-            self._save_state({})
+            self._save_state()
             return
         try:
             state = json.loads((self.folder / _STATE).read_text(encoding="utf-8"))
@@ -165,10 +152,9 @@ class ShardWriter:
                 f"{__version__}; continue with that one, or remove the folder"
             )
         if state["settings"] != self.state["settings"]:
-            names = sorted(
-                name for name, value in self.state["settings"].items() if state["settings"].get(name) != value
-            )
-            other = _PLAIN.get(names[0], names[0]) if names else "setting"
+            changed = (name for name, one in self.state["settings"].items() if state["settings"].get(name) != one)
+            first = min(changed, default="setting")
+            other = _PLAIN.get(first, first)
             raise CheckpointError(
                 f"the interrupted conversion in {self.folder} had another {other}; repeat its command, or remove the "
                 "folder"
@@ -179,36 +165,20 @@ class ShardWriter:
                 file.unlink()
         for number, sha256 in enumerate(state["hashes"], 1):
             written, final = self._shard_files(number)
-            self._require_whole(final if final.exists() else written, sha256)
+            file = final if final.exists() else written
+            if not file.is_file() or _file_sha256(file) != sha256:
+                raise CheckpointError(
+                    f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}"
+                )
 
-    def _require_whole(self, file: Path, sha256: str) -> None:
-        try:
-            whole = _file_sha256(file) == sha256
-        except OSError:
-            whole = False
-        if not whole:
-            raise CheckpointError(f"{file} of the interrupted conversion is missing or damaged; remove {self.folder}")
-
-    def _save_state(self, carried: Mapping[str, Tensor]) -> None:
-        """Write the state last: until then, what it names was there before."""
-        file = self._carried_file(self.groups)
-        if carried:
-            _save(dict(carried), file)
-        self.state["carried"] = sorted(carried)
-        self.state["carried_sha256"] = _file_sha256(file) if carried else ""
+    def _save_state(self) -> None:
         write_json(self.folder / _STATE, self.state | {"sha256": _digest(self.state)})
-        for other in self.folder.glob("carried-*.safetensors"):
-            if other != file:
-                other.unlink()
 
     def _shard_files(self, number: int) -> tuple[Path, Path]:
         """Names of a shard: while more may follow, and the final one."""
         total = len(self.state["shards"])
         last = "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
         return self.folder / f"shard-{number:05d}.safetensors", self.folder / last
-
-    def _carried_file(self, group: int) -> Path:
-        return self.folder / f"carried-{group}.safetensors"
 
 
 def _digest(state: Mapping[str, Any]) -> str:
@@ -229,20 +199,3 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-
-
-def _parts(tensors: dict[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
-    """Split tensors into shards of at most `limit` bytes, each with one tensor at least."""
-    parts: list[dict[str, Tensor]] = []
-    size = limit + 1
-    for name, tensor in tensors.items():
-        if size + _nbytes(tensor) > limit:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor
-        size += _nbytes(tensor)
-    return parts
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize

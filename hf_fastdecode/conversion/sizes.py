@@ -10,13 +10,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.patches.config_base import SlimLayer
 from hf_fastdecode.patches.layers.slim_attention import cache_dtype
 from hf_fastdecode.patches.layers.slim_values import SlimValues
-from hf_fastdecode.patches.slim_layers import SlimLayer
 
 from ..model_loading import auto_class
 from ..patches.layers.family import language_config
-from .families import UnconvertibleError, family_of, ordinary_config
+from .families import ordinary_config, refusal
 from .fit.cached_numbers import position_bytes, stored_bytes
 from .fit.layer_plan import RANK_SHARES, share_name
 from .fit.value_coordinates import matrix_dtype
@@ -62,20 +62,11 @@ def value_matrices(inputs: int, width: int, rank: int, dtype: torch.dtype) -> in
     return sum(one.nbytes for one in values.buffers() if one.dim() == 2)
 
 
-def refusal(config: Any) -> str | None:
-    """Why `convert_checkpoint` refuses a model of a config, or None."""
-    try:
-        family_of(config)
-    except UnconvertibleError as error:
-        return str(error)
-    return None
-
-
 def decoder_caches(config: Any, context: int, dtype: torch.dtype, matrices: int | None) -> list[CacheSize]:
     """Keys and values; slim caches, where the converter takes the model; keys and values in int8.
 
     Of a decoder-only model of a dtype (float32, bfloat16 or float16), for a row of `context` tokens. `matrices` are
-    the numbers in the matrices that a step reads, or None when unknown. Raises ValueError as `KVSizes.from_config`.
+    the elements of the matrices that a step reads, or None when unknown. Raises ValueError as `KVSizes.from_config`.
     """
     counted = KVSizes.from_config(config)
     bytes_read = None if matrices is None else matrices * dtype.itemsize
@@ -103,8 +94,7 @@ def encoder_decoder_caches(
     - Option 1: keys, for multi-head attention.
     - Option 2: the encoder's output E, once for all cross-attention layers. For self-attention keys; or its inputs
       where these are narrower and there is no RoPE (section 6); or keys and values, where heads are grouped. It is
-      counted twice: with E on chip, as in the paper, where a step reads none of it from memory; and with E read from
-      memory by every layer.
+      counted with E on chip, as in the paper, and with E read from memory by every layer.
     - Keys and values in int8.
 
     Arguments and errors are as of `decoder_caches`; `context` is the decoder's, `encoder_tokens` are those of E, and
@@ -129,9 +119,9 @@ def encoder_decoder_caches(
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
     kept, own, change = KV, self_kv, 0
     if shape.attention == "MHA":
-        stored = (cross_kv + self_kv) // 2
-        sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
         kept, own, change = "keys", self_kv // 2, self_change
+        stored = own + cross_kv // 2
+        sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
     if inputs < width and getattr(text, "rope_parameters", None) is None:
         kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
     for place, read in ((ON_CHIP, 0), (READ, counted.layers * encoder)):
@@ -146,10 +136,10 @@ def empty_model(config: Any) -> PreTrainedModel:
 
 
 def decoder_matrices(model: PreTrainedModel) -> int:
-    """Numbers in the matrices of the decoder's layers and of the output head.
+    """Elements of the matrices of the decoder's layers and of the output head (Slim attention, section 7).
 
-    As in section 7 of Slim attention, without biases and norms, and without embedding tables, of which a step reads a
-    row, unless they are the head's matrix too. All experts of a mixture are counted.
+    Without biases and norms, and without embedding tables, of which a step reads a row, unless they are the head's
+    matrix too. All experts of a mixture are counted.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
@@ -190,10 +180,10 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
 def checkpoint_caches(
     config: Any, context: int, encoder_tokens: int | None, dtype: torch.dtype, kv: CacheSize
 ) -> list[CacheSize]:
-    """The caches of all layers; where layers read the encoder's output E, twice, as in `encoder_decoder_caches`.
+    """The caches of all layers of a slim config; where layers read the encoder's output E, with E on chip and read.
 
-    Of a slim config, for rows of `context` tokens in the decoder and `encoder_tokens` in E, None for decoder-only
-    models, in a model's dtype; `kv` are keys and values of the ordinary model.
+    For rows of `context` tokens in the decoder and `encoder_tokens` in E, None for decoder-only models, in a model's
+    dtype; `kv` are keys and values of the ordinary model.
     """
     caches, language = layer_caches(config, dtype), language_config(config)
     sizes = KVSizes.of_decoder(ordinary_config(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.foreign_code import unwrapped
+from hf_fastdecode.patches.config_base import check_threshold
 from hf_fastdecode.patches.layers.attention_layer import SlimAttention
 from hf_fastdecode.patches.layers.decoder_attention import SlimDecoderAttention
 from hf_fastdecode.patches.layers.slim_attention import counted
-from hf_fastdecode.patches.slim_layers import check_threshold
 
-from ..patches.layers.family import attention_inputs, language_config, longest_text
-from .calibration import calibration_ids, check_ids, check_vocabulary, model_inputs, on_device
+from ..patches.layers.family import attention_inputs, language_config
+from .calibration import calibration_text, model_inputs, on_device
 from .families import family_of_slim, is_slim
 from .fit.layer_plan import relative_error
 
@@ -109,33 +109,24 @@ def measure_sparsity(
             f"measure_sparsity compares logits, and this {type(model).__name__} has no head; pass a model with its "
             "head, as AutoModelForCausalLM loads it"
         )
-    if calibration is None:
-        if tokenizer is None:
-            raise ValueError("measure_sparsity needs a text: pass ids as calibration=, or the model's tokenizer=")
-        calibration = calibration_ids(tokenizer)
     config = language_config(model.config)
-    ids = check_vocabulary(check_ids(calibration), config.vocab_size)[: longest_text(config)]
+    ids = calibration_text(config, calibration, tokenizer)
     _, family = family_of_slim(model.config)
     inputs = on_device(model, model_inputs(family, model.config, ids, features))
 
     found: list[LayerSparsity] = []
-    hooks = []
     training = model.training
     try:
         model.eval()
-        with _threshold(config, 0.0):
+        with _threshold(config, 0.0), ExitStack() as hooks:
             for name, attention in attentions.items():
                 hook = _measure_into(found, config, name, threshold)
-                hooks.append(attention.register_forward_hook(hook, with_kwargs=True))
+                hooks.enter_context(attention.register_forward_hook(hook, with_kwargs=True))
             dense = model(**inputs, use_cache=False).logits.double()
-        while hooks:
-            hooks.pop().remove()
         with _threshold(config, threshold):
             sparse = model(**inputs, use_cache=False).logits.double()
     finally:
         model.train(training)
-        for hook in hooks:
-            hook.remove()
     weights = sum(layer.weights for layer in found)
     return SparsityReport(
         threshold=threshold,
@@ -155,11 +146,10 @@ def _measure_into(found: list[LayerSparsity], config: Any, name: str, threshold:
             sparse = module.forward(*args, **kwargs)[0]
         queries = len(attention_inputs(args, kwargs))
         encoded = kwargs.get("key_value_states")
-        heads = module.heads if isinstance(module, SlimAttention) else module.num_heads
         if encoded is None:  # causal
-            weights, hidden = heads * queries * (queries + 1) // 2, heads * queries * (queries - 1) // 2
+            weights, hidden = (module.heads * queries * (queries + more) // 2 for more in (1, -1))
         else:
-            weights, hidden = heads * queries * encoded.shape[1], 0
+            weights, hidden = module.heads * queries * encoded.shape[1], 0
         below = int(sum(count.item() for count in counts)) - hidden if counts else 0
         error = relative_error(sparse.double(), output[0].double())
         found.append(LayerSparsity(name, weights, below / weights, error))

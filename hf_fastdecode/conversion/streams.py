@@ -1,7 +1,7 @@
 """The groups of tensors of a converted checkpoint, in both directions, with no more than one group in memory.
 
-The first group is all that is outside the layers. Then follows one per decoder layer; for encoder-decoders, whose
-encoder stays as it is, one per attention of the decoder.
+The first group is all that is outside the layers; then follows one per decoder layer, of encoder-decoders one per
+attention of the decoder.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..patches.layers.family import EncoderDecoder, Family, attention_inputs, language_config
-from .calibration import CalibrationInputs, record
+from ..patches.layers.family import Family, attention_inputs, language_config
+from .calibration import record
 from .families import full_config, slim_config, untied
+from .fit.attention import AttentionInputs
 from .layer_converter import LayerConverter, PlanChoice, below, config_entries, recover_values
 from .source import Checkpoint, CheckpointError
 
@@ -23,23 +24,19 @@ from .source import Checkpoint, CheckpointError
 class TensorStream:
     """Base class of both directions: the names of groups and attentions, and tensors outside them in `dtype`."""
 
-    def __init__(self, source: Checkpoint, family: Family | EncoderDecoder, dtype: torch.dtype) -> None:
+    def __init__(self, source: Checkpoint, family: Family, dtype: torch.dtype) -> None:
         self.source, self.family, self.dtype = source, family, dtype
         self.config = language_config(source.config)
         self.attentions = family.attentions(self.config)
         self.prefixes = self.attentions
-        if isinstance(family, Family):
-            self.prefixes = [family.layer_prefix(index) for index in range(len(self.attentions))]
+        if not family.has_encoder:
+            self.prefixes = [f"{family.layers}{index}." for index in range(len(self.attentions))]
 
     def __len__(self) -> int:
         return len(self.prefixes) + 1
 
-    def carried(self) -> dict[str, Tensor]:
-        """State from which the next group is computed; nothing where groups are independent."""
-        return {}
-
-    def resume(self, carried: dict[str, Tensor]) -> None:
-        """Continue from what was carried."""
+    def skip(self, groups: int) -> None:
+        """Begin after so many groups, which are on disk."""
 
     def group(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         """The tensors of a group, made in order, and its layer's report; ValueError if it cannot be what is asked."""
@@ -53,14 +50,13 @@ class TensorStream:
     def _outside(self) -> dict[str, Tensor]:
         """Embeddings, norms and the head, cast; those that repeat another tensor are not stored twice."""
         layers = tuple(self.prefixes)
-        names = sorted(name for name in self.source.names() if not name.startswith(layers))
+        names = sorted(name for name in self.source.places if not name.startswith(layers))
         return self._read(name for name in names if not self.source.repeats(name))
 
     def _names(self, index: int) -> list[str]:
-        return sorted(name for name in self.source.names() if name.startswith(self.prefixes[index]))
+        return sorted(name for name in self.source.places if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Tensors, each cast as it is read."""
         return {name: _cast(name, self.source.tensor(name), self.dtype) for name in names}
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -71,15 +67,12 @@ class TensorStream:
 
 
 class SlimStream(TensorStream):
-    """The groups of a slim checkpoint, of an ordinary one.
-
-    Its two kinds differ in how attentions get their calibration inputs from the `inputs` of a pass (`model_inputs`).
-    """
+    """The groups of a slim checkpoint, made of an ordinary one; `inputs` are those of a calibration pass."""
 
     def __init__(
         self,
         source: Checkpoint,
-        family: Family | EncoderDecoder,
+        family: Family,
         choice: PlanChoice,
         dtype: torch.dtype,
         inputs: dict[str, Tensor],
@@ -98,28 +91,26 @@ class SlimStream(TensorStream):
     def _config(self, reports: list[Any]) -> Any:
         return slim_config(self.family, self.source.config, config_entries(reports), self.dtype, self.rope)
 
-    def _attention(self, index: int) -> tuple[dict[str, Tensor], CalibrationInputs]:
+    def _attention(self, index: int) -> tuple[dict[str, Tensor], AttentionInputs]:
         """An attention's tensors and calibration inputs; the group's other tensors are kept beside."""
         tensors, prefix = self._read(self._names(index)), self.attentions[index]
         seen = self._calibrate(index, tensors)
         self._beside = {name: one for name, one in tensors.items() if not name.startswith(prefix)}
         return below(prefix, tensors), seen
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
-        """Calibration inputs of an attention, given the tensors of its group."""
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         raise NotImplementedError
 
 
 class EncoderDecoderStream(SlimStream):
-    """A stream that loads the ordinary model for one calibration pass, as all layers need the encoder's output.
+    """Loads the ordinary model for one calibration pass, as all layers need the encoder's output.
 
-    The model runs in the dtype of the result. Its tensors are then read, converted and written attention by attention.
-    A resumed conversion repeats the pass.
+    The model runs in the dtype of the result. A resumed conversion repeats the pass.
     """
 
-    _seen: list[CalibrationInputs] | None = None
+    _seen: list[AttentionInputs] | None = None
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         if self._seen is None:
             source = self.source
             model = self.family.auto.from_pretrained(source.folder, config=source.config, dtype=self.dtype)
@@ -128,29 +119,25 @@ class EncoderDecoderStream(SlimStream):
 
 
 class DecoderOnlyStream(SlimStream):
-    """A stream that runs the calibration text through the layers as they are converted.
+    """Runs the calibration text through the layers as they are converted, each built from its own weights.
 
-    Each is built from its own weights and takes the output of the one before. Layers run in the dtype of the result,
-    as in `to_slim`: otherwise rounding that the model does anyway counts as an error of a cache of inputs.
+    Layers run in the dtype of the result, as in `to_slim`: otherwise rounding that the model does anyway counts as an
+    error of a cache of inputs.
     """
 
-    family: Family
     hidden: Tensor | None = None
 
-    def carried(self) -> dict[str, Tensor]:
-        """Outputs of the layers before, on the calibration text."""
-        return {} if self.hidden is None else {"hidden": self.hidden}
-
-    def resume(self, carried: dict[str, Tensor]) -> None:
-        self.hidden = carried.get("hidden")
+    def skip(self, groups: int) -> None:
+        """Run the text through the layers that are on disk."""
+        for index in range(groups):
+            self._outside() if index == 0 else self._attention(index - 1)
 
     def _outside(self) -> dict[str, Tensor]:
         tensors = super()._outside()
         self.hidden = self.family.embed(self.config, tensors, self.family.embedding, self.inputs["input_ids"][0])
         return tensors
 
-    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> CalibrationInputs:
-        """Run the text through a layer."""
+    def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         family, config = self.family, deepcopy(self.config)
         config._attn_implementation = "sdpa"
         with torch.device("meta"):
@@ -162,24 +149,24 @@ class DecoderOnlyStream(SlimStream):
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             seen.append(attention_inputs(args, kwargs))
 
-        layer.get_submodule(family.attention.rstrip(".")).register_forward_pre_hook(keep, with_kwargs=True)
+        layer.get_submodule(family.paths[0]).register_forward_pre_hook(keep, with_kwargs=True)
         assert self.hidden is not None
         positions = torch.arange(len(self.hidden))[None]
         with torch.no_grad():
             tables = None if family.rotary is None else family.rotary(config)(self.hidden, positions)
             self.hidden = family.run_layer(layer.eval(), self.hidden[None], positions, tables)[0]
-        return CalibrationInputs(seen[0])
+        return AttentionInputs(seen[0])
 
 
 class FullStream(TensorStream):
     """The groups of an ordinary checkpoint, of a slim one; `model_type` as `family_of_slim` gives it."""
 
-    def __init__(
-        self, source: Checkpoint, model_type: str, family: Family | EncoderDecoder, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, source: Checkpoint, model_type: str, family: Family, dtype: torch.dtype) -> None:
         super().__init__(source, family, dtype)
         self.model_type = model_type
-        self.known = source.layer_reports(len(self.attentions))
+        self.known: list[dict[str, Any]] = (source.report() or {"layers": []})["layers"]
+        if len(self.known) != len(self.attentions):  # no report, or not of this checkpoint
+            self.known = [{}] * len(self.attentions)
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         names, prefix = self._names(index), self.attentions[index]

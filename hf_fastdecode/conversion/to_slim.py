@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_fastdecode.generation.foreign_code import unwrapped
-from hf_fastdecode.patches.slim_layers import Rope, check_threshold
+from hf_fastdecode.patches.config_base import Rope, check_threshold
 
-from ..patches.layers.family import EncoderDecoder, Family, language_config, longest_text
-from .calibration import CalibrationInputs, beginning, calibration_ids, check_vocabulary, model_inputs, record
+from ..patches.layers.family import Family, language_config
+from .calibration import calibration_text, model_inputs, record
 from .families import family_of, require_rope, slim_config, untied
+from .fit.attention import AttentionInputs
 from .fit.layer_plan import dtype_name
 from .layer_converter import LayerConverter, NamedPlan, PlanChoice, below
 from .source import WEIGHT_DTYPES
@@ -80,15 +81,11 @@ def to_slim(
     require_rope(family, config, choice.rope)
     _require_plain(model)
     _require_ordinary(model, family)
-    if calibration is None:
-        if tokenizer is None:
-            raise ValueError("to_slim measures layers on a text: pass ids as calibration=, or the model's tokenizer=")
-        calibration = calibration_ids(tokenizer, limit=longest_text(config))
-    calibration = check_vocabulary(beginning(calibration, longest_text(config)), config.vocab_size)
-    seen = record(model, family, model_inputs(family, model.config, calibration, features))
+    ids = calibration_text(config, calibration, tokenizer)
+    seen = record(model, family, model_inputs(family, model.config, ids, features))
     state, prefixes = model.state_dict(), family.attentions(config)
 
-    def attention(index: int) -> tuple[Mapping[str, Tensor], CalibrationInputs]:
+    def attention(index: int) -> tuple[Mapping[str, Tensor], AttentionInputs]:
         return below(prefixes[index], state), seen[index]
 
     converter, entries = LayerConverter(family, config, choice, attention), []
@@ -118,9 +115,9 @@ def _require_plain(model: PreTrainedModel) -> None:
             )
 
 
-def _require_ordinary(model: PreTrainedModel, family: Family | EncoderDecoder) -> None:
+def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
     """Refuse a model that is not for generation, or whose tensors are not those of an ordinary one of its config."""
-    if isinstance(family, EncoderDecoder):
+    if family.has_encoder:
         if type(model).__name__ != family.architecture:
             raise ValueError(f"only models for generation, {family.architecture}, have a slim form, got {type(model)}")
         return
@@ -138,13 +135,13 @@ def _require_ordinary(model: PreTrainedModel, family: Family | EncoderDecoder) -
 
 
 def _slim_model(
-    family: Family | EncoderDecoder,
+    family: Family,
     model: PreTrainedModel,
     entries: list[dict[str, Any]],
     state: Mapping[str, Tensor],
     rope: str,
 ) -> PreTrainedModel:
-    """Build the slim form of a model, in eval mode, with its config's `entries`, one per layer.
+    """The slim form of a model, in eval mode, with its config's `entries`, one per layer.
 
     It takes the parameters and saved buffers of `state` without a copy, and everything else from the ordinary model.
     """
@@ -161,7 +158,7 @@ def _slim_model(
         slim: PreTrainedModel = family.slim_model(config)
     slim.load_state_dict(state, strict=True, assign=True)
     slim.generation_config = deepcopy(model.generation_config)
-    if isinstance(family, Family):
+    if not family.has_encoder:
         family.fill_buffers(slim, language_config(slim.config), model.device)
     for name, buffer in list(slim.named_buffers()):
         if buffer.is_meta:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from ..patches.slim_layers import SlimLayer
+    from ..patches.config_base import SlimLayer
 
 MAX_POSITIONS = 131072
 """The positions of every named shape."""

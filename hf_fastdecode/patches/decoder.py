@@ -13,14 +13,13 @@ from .._compat import cache_in
 from ..cache.captured import CapturedCache
 from ..cache.direct_pass import named_arguments
 from ..cache.shared import SharedContextCache
+from ..conversion.fit.attention import Tables
 from ..instance_methods import WeakMethod
 from .config_base import SlimConfig
 from .layers.attention_layer import SlimAttention
 from .layers.decoder_attention import SlimDecoderAttention
 from .layers.rotation import (
     ROTATION,
-    Rotation,
-    Tables,
     cache_rotation,
     captured_rotation,
     forest_rotation,
@@ -52,8 +51,8 @@ class SlimPreTrainedModel(PreTrainedModel):
 class SlimDecoder(SlimPreTrainedModel):
     """A decoder with slim layers; precedes the architecture's own class among base classes.
 
-    `blocks` is the list of layers, `attention` that of a layer. `slim_layer` is the class of layers with slim
-    attention, where the architecture's own does not pass on `ROTATION`.
+    `blocks` and `attention` name the list of layers, and a layer's attention. `slim_layer` is the class of layers with
+    slim attention, where the architecture's own does not pass on `ROTATION`.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
@@ -74,8 +73,12 @@ class SlimDecoder(SlimPreTrainedModel):
 
 
 class SlimRotaryDecoder(SlimDecoder):
-    """A decoder with RoPE; where caches hold no positions, they are counted from the attention mask."""
+    """A decoder with RoPE; where caches hold no positions, they are counted from the attention mask.
 
+    Without `hands_rotation_on` its layers make their `Rotation` themselves.
+    """
+
+    hands_rotation_on: ClassVar[bool] = True
     _argument_names: ClassVar[tuple[str, ...]]  # of the ordinary decoder's forward
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -94,10 +97,8 @@ class SlimRotaryDecoder(SlimDecoder):
         """Run the decoder, with the ordinary decoder's arguments and their order.
 
         Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder. Positions of cached
-        tokens must have risen by 1 from token to token, unless the cache holds them.
-
-        Raises:
-            ValueError: `position_ids` that do not rise by 1, in the first pass over a cache that holds no positions.
+        tokens must have risen by 1 from token to token, unless the cache holds them; else the first pass over a cache
+        raises ValueError.
         """
         given = named_arguments(self._argument_names, args, kwargs)
         input_ids, attention_mask, position_ids = map(given.get, ("input_ids", "attention_mask", "position_ids"))
@@ -117,23 +118,18 @@ class SlimRotaryDecoder(SlimDecoder):
                 if length > 1 and self.fills_cache(cache, cached, given.get("use_cache")):
                     require_counted(position_ids, None if visible is None else visible[:, :length])
             if isinstance(cache, CapturedCache):
-                given |= {ROTATION: captured_rotation(self.tables, cache, position_ids)}
+                rotation = captured_rotation(self.tables, cache, position_ids)
             elif shared:
-                given |= self.forest_rotation(cache, position_ids)
-            elif unrotates:
-                given |= self.rotation(position_ids, None)
+                rotation = forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)
             else:
-                given |= self.rotation(position_ids, key_positions(position_ids, visible, cached - dropped, slots))
-            given["position_ids"] = position_ids
+                keys = None if unrotates else self.key_positions(position_ids, visible, cached - dropped, slots)
+                rotation = cache_rotation(self.tables, position_ids, keys)
+            given |= {"position_ids": position_ids} | ({ROTATION: rotation} if self.hands_rotation_on else {})
         return super().forward(**given)
 
-    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """`ROTATION` of positions ``[rows or 1, tokens]``; `key_positions` is None where they are cached."""
-        return {ROTATION: cache_rotation(self.tables, query_positions, key_positions)}
-
-    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        unrotates = self.config.unrotates
-        return {ROTATION: forest_rotation(self.tables, cache, position_ids, unrotates=unrotates)}
+    def key_positions(self, position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
+        """See `rotation.key_positions`."""
+        return key_positions(position_ids, visible, cached, slots)
 
     def tables(self, positions: Tensor) -> Tables:
         # Rotary modules give tables the dtype of this argument.
@@ -151,11 +147,11 @@ class SlimRotaryDecoder(SlimDecoder):
 class SlimCausalLM(SlimPreTrainedModel):
     """A slim decoder with a head; precedes the architecture's own class among base classes."""
 
-    slim_decoder: ClassVar[type[nn.Module]]
+    slim_base: ClassVar[type[nn.Module]]
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
-        setattr(self, self.base_model_prefix, self.slim_decoder(config))
+        setattr(self, self.base_model_prefix, self.slim_base(config))
         if not config.layers_that_attend_by_themselves:  # all are the architecture's own
             self._supports_attention_backend = super(SlimPreTrainedModel, self)._supports_attention_backend
         self.vocab_size = config.vocab_size
@@ -170,11 +166,12 @@ class SlimCausalLM(SlimPreTrainedModel):
 class SlimEncoderDecoder(SlimPreTrainedModel):
     """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
 
-    The encoder caches nothing and is the ordinary one. `blocks` is the decoder's list of layers, and the attentions
+    The encoder caches nothing and is the ordinary one. `blocks` names the decoder's list of layers, and the attentions
     are paths below a layer.
     """
 
     slim_attention: ClassVar[type[SlimDecoderAttention]]
+    slim_base: ClassVar[type[nn.Module]]
     blocks: ClassVar[str] = "layers"
     self_attention: ClassVar[str] = "self_attn"
     cross_attention: ClassVar[str] = "encoder_attn"
@@ -193,10 +190,7 @@ class SlimEncoderDecoder(SlimPreTrainedModel):
 
 
 def slim_class(config: type[SlimConfig], slim: type, ordinary: Any, **attributes: Any) -> Any:
-    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know.
-
-    The base class `slim` changes the ordinary one, which it precedes; `config` is the class of the family's configs.
-    """
+    """Make the slim class of transformers' `ordinary` one, in the module and with the name that checkpoints know."""
     module = f"{__package__}.architectures.{config.model_type}"
     doc = f"{ordinary.__name__} with slim attention."
     return type(f"Slim{ordinary.__name__}", (slim, ordinary), {"__module__": module, "__doc__": doc, **attributes})
@@ -213,14 +207,14 @@ def slim_classes(
 ) -> tuple[Any, Any, Any]:
     """Make the classes of a family's attention, decoder and models for generation.
 
-    Base classes `attention`, `decoder` and `model` change ``<family>Attention``, ``<family>Model`` and
+    Base classes `attention`, `decoder` and `model` precede ``<family>Attention``, ``<family>Model`` and
     ``<family><head>`` of `source`, transformers' module; `config` is ``Slim<family>Config``.
     """
-    family = _family_name(config)
+    family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
     decoder = slim_class(config, decoder, getattr(source, f"{family}Model"), **fields)
-    fields = {"config_class": config, "slim_decoder": decoder}
+    fields = {"config_class": config, "slim_base": decoder}
     return attention, decoder, slim_class(config, model, getattr(source, family + head), **fields)
 
 
@@ -231,14 +225,11 @@ def encoder_decoder_classes(
     attention: type[SlimDecoderAttention] = SlimDecoderAttention,
     model: type[SlimEncoderDecoder] = SlimEncoderDecoder,
 ) -> tuple[Any, Any, Any]:
-    """As `slim_classes`: the classes of attention, of models without a head, and of models for generation."""
-    family = _family_name(config)
+    """Make a family's classes of attention, of models without a head, and of models for generation."""
+    family = config.__name__.removeprefix("Slim").removesuffix("Config")
     attention = slim_class(config, attention, getattr(source, f"{family}Attention"))
     fields = {"config_class": config, "slim_attention": attention}
-    models = (getattr(source, f"{family}{kind}") for kind in ("Model", "ForConditionalGeneration"))
-    base, whole = (slim_class(config, model, ordinary, **fields) for ordinary in models)
+    base = slim_class(config, model, getattr(source, f"{family}Model"), **fields)
+    ordinary = getattr(source, f"{family}ForConditionalGeneration")
+    whole = slim_class(config, model, ordinary, slim_base=base, **fields)
     return attention, base, whole
-
-
-def _family_name(config: type[SlimConfig]) -> str:
-    return config.__name__.removeprefix("Slim").removesuffix("Config")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .config_base import SlimConfig, slim_config
-from .slim_layers import CROSS_PLANS, SELF_PLANS, SlimLayer, read_layers
+from .config_base import CROSS_PLANS, SELF_PLANS, SlimConfig, SlimLayer, read_layers, slim_config
 
 
 class SlimEncoderDecoderConfig(SlimConfig):
@@ -15,11 +14,7 @@ class SlimEncoderDecoderConfig(SlimConfig):
     is_encoder_decoder: bool = True  # PreTrainedConfig's False would hide that of the ordinary config
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check, and register the model class.
-
-        Raises:
-            ValueError: As of `SlimConfig`, or cross-attention with plan ``e`` in some layers only.
-        """
+        """Check, also that cross-attention has plan ``e`` in all layers or in none; else ValueError."""
         super().__post_init__(**kwargs)
         cross = [layer.plan for layer in self.layer_plans[1::2]]
         if "e" in cross and set(cross) != {"e"}:
@@ -30,7 +25,6 @@ class SlimEncoderDecoderConfig(SlimConfig):
 
     @property
     def layer_plans(self) -> list[SlimLayer]:
-        """Cache layout of each decoder layer's self-attention and cross-attention, in turns."""
         layers = self.num_decoder_layers if hasattr(self, "num_decoder_layers") else self.decoder_layers
         return read_layers(self.slim_layers, 2 * layers, (SELF_PLANS, CROSS_PLANS))
 

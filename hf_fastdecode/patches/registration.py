@@ -2,8 +2,7 @@
 
 `import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
 registry of configs is imported, before or after this package. Model classes are registered with the first config
-(`config_base.SlimConfig`), which every Auto class needs to choose a model. They cannot be imported together with the
-registry, since modules that they need may be only half imported then.
+(`config_base.SlimConfig`): modules that they need may be only half imported together with the registry.
 
 An ordinary config imports the registry in the middle of its own import, to write its docstring. Registration needs the
 config whole, so the registry is imported first, and with it that config.
@@ -48,10 +47,7 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The registry's spec, whose execution ends in the registration; None for most other modules.
-
-        For an ordinary config, which importing the registry has imported, a spec of that module.
-        """
+        """The registry's spec, whose execution ends in the registration, or that of an ordinary config; else None."""
         if _CONFIG.fullmatch(fullname) and fullname != _REGISTRY and self in sys.meta_path:
             import_module(_REGISTRY)
             return None if (imported := sys.modules.get(fullname)) is None else _Imported(imported).spec
@@ -86,9 +82,7 @@ class _Imported(Loader):
         self.spec = module.__spec__ = ModuleSpec(module.__name__, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module."""
         return self._module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave it as it is."""
         module.__spec__ = self._own_spec

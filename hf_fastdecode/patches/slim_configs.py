@@ -6,8 +6,7 @@ this module and these classes.
 
 from __future__ import annotations
 
-from .config_base import slim_config
-from .slim_layers import SELF_PLANS
+from .config_base import SELF_PLANS, slim_config
 
 SlimLlamaConfig = slim_config("llama", __name__)
 SlimPhi3Config = slim_config("phi3", __name__)

@@ -36,7 +36,7 @@ _NEW_TOKENS = 10
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a class.
+    """Result of comparing a class.
 
     Attributes:
         kind: ``shared`` and ``stock`` are how it ran, with stock's tokens; ``wrong`` gave other tokens, ``crashed``
@@ -77,7 +77,7 @@ def verdict_on(name: str) -> Verdict:
 
 
 def stock_tokens(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a model generates that is not enabled, by call; without those whose mode its class refuses."""
+    """Tokens of a model that is not enabled, by call; without calls whose mode its class refuses."""
     found: dict[str, Tensor] = {}
     for call in (_CALLS | _WITH_ENCODER) if model.config.is_encoder_decoder else _CALLS:
         try:

@@ -1,4 +1,4 @@
-"""What the generic shrinking of configs does not get right, by class: fields and their values.
+"""Fields that the generic shrinking of configs does not get right, by class, and their values.
 
 A mapping stands for a config inside a config. Classes that share a config share its entry.
 """

@@ -105,6 +105,6 @@ def test_an_error_gives_a_crashed_verdict(monkeypatch):
 
 
 def test_tokens_without_a_context_give_a_blind_verdict(monkeypatch):
-    """As of a model whose tokens do not depend on what is shared, by which no comparison would show anything."""
+    """Where tokens do not depend on what is shared, no comparison would show anything."""
     monkeypatch.setattr(compare, "_spoilt", lambda cache: cache)
     assert verdict_on("LlamaForCausalLM").kind == "blind"

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def undrawn_conversions(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As `undrawn` does, for the fixtures of a module too; tests of the mathematics need no conversions."""
+    """Draw no reports, in the fixtures of a module too; tests of the mathematics need no conversions."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.parent.name != "fit":
             patch.setattr("hf_fastdecode.conversion.convert.draw_report", lambda report, path: path.touch())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +30,7 @@ from hf_fastdecode.conversion.convert import Settings, VerificationError, conver
 from hf_fastdecode.conversion.families import UnconvertibleError
 from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.shards import ShardWriter
-from hf_fastdecode.conversion.source import Checkpoint, CheckpointError, find_checkpoint
+from hf_fastdecode.conversion.source import Checkpoint, find_checkpoint
 from hf_fastdecode.conversion.streams import SlimStream
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import InputError
@@ -55,6 +56,15 @@ def slim(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("slim") / "made"
     convert_checkpoint(settings(source, target, choice=PlanChoice(rank=3)))
     return target
+
+
+def changed(folder: Path, change: Callable[[PreTrainedModel], object], *dtype: torch.dtype) -> Path:
+    """A checkpoint whose weights a function has changed in place."""
+    model = loaded(save_multi_head(folder, *dtype))
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder
 
 
 def completions(model: PreTrainedModel, folder: Path) -> list[str]:
@@ -238,7 +248,7 @@ def test_torch_files_and_tied_embeddings(tmp_path: Path) -> None:
 
 
 def test_torch_files_whose_tensors_share_memory(tmp_path: Path) -> None:
-    """As of a model whose head was tied by hand, whatever its config says."""
+    """A model's head was tied by hand, whatever its config says."""
     folder = save_multi_head(tmp_path / "source")
     model = loaded(folder)
     model.lm_head.weight = model.model.embed_tokens.weight
@@ -288,14 +298,14 @@ def test_verification_fails_for_keys_alone_in_bf16(source: Path, tmp_path: Path)
 
 def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) -> None:
     """In fp32 too, where keys of condition number 1e7 make logits of which a quarter name other tokens."""
-    source = save_multi_head(tmp_path / "source")
-    model = loaded(source)
-    with torch.no_grad():
+
+    def steepen(model: PreTrainedModel) -> None:
         for layer in model.model.layers:
             left, values, right = torch.linalg.svd(layer.self_attn.k_proj.weight.double())
             steep = values[0] * torch.logspace(0, -7, len(values), dtype=torch.float64)
             layer.self_attn.k_proj.weight.copy_((left * steep) @ right)
-    model.save_pretrained(source, max_shard_size="100KB")
+
+    source = changed(tmp_path / "source", steepen)
     with pytest.raises(VerificationError):
         convert_checkpoint(settings(source, tmp_path / "made", choice=PlanChoice("k"), verify=True))
     report = convert_checkpoint(settings(source, tmp_path / "auto", verify=True))
@@ -304,29 +314,23 @@ def test_verification_is_not_loosened_by_the_condition_number(tmp_path: Path) ->
 
 @pytest.mark.parametrize("plan", ["auto", "kv"])
 def test_weights_that_are_not_finite(tmp_path: Path, plan: str) -> None:
-    source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
-    model = loaded(source)
-    model.model.layers[1].self_attn.v_proj.weight.data[3, 4] = torch.nan
-    model.save_pretrained(source, max_shard_size="100KB")
+    target = tmp_path / "made"
+    source = changed(
+        tmp_path / "source", lambda model: model.model.layers[1].self_attn.v_proj.weight[3, 4].fill_(torch.nan)
+    )
     with pytest.raises(ValueError, match=r"model.layers.1.self_attn.v_proj.weight holds 1 inf or nan; repair"):
         convert_checkpoint(settings(source, target, choice=PlanChoice(plan)))
     assert [one.name for one in tmp_path.iterdir()] == ["source"]
 
 
 def test_an_embedding_that_the_calibration_text_does_not_meet_is_not_finite(tmp_path: Path) -> None:
-    source = save_multi_head(tmp_path / "source")
-    model = loaded(source)
-    model.model.embed_tokens.weight.data[-1, 0] = torch.inf
-    model.save_pretrained(source, max_shard_size="100KB")
+    source = changed(tmp_path / "source", lambda model: model.model.embed_tokens.weight[-1, 0].fill_(torch.inf))
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight holds 1 inf or nan"):
         convert_checkpoint(settings(source, tmp_path / "made"))
 
 
 def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None:
-    source = save_multi_head(tmp_path / "source")
-    model = loaded(source)
-    model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1e5
-    model.save_pretrained(source, max_shard_size="100KB")
+    source = changed(tmp_path / "source", lambda model: model.model.layers[0].mlp.up_proj.weight[0, 0].fill_(1e5))
     with pytest.raises(
         ValueError, match=r"up_proj.weight holds 1e\+05, beyond the range of torch.float16; give `dtype="
     ):
@@ -335,12 +339,13 @@ def test_weights_beyond_the_range_of_the_dtype_asked_for(tmp_path: Path) -> None
 
 def test_a_model_that_overflows_in_its_dtype_is_told_a_wider_one(tmp_path: Path) -> None:
     """Weights that fit into fp16 may give activations that do not; bf16 has room for them."""
-    source = save_multi_head(tmp_path / "source", torch.float16)
-    model = loaded(source)
-    mlp = model.model.layers[0].mlp
-    mlp.up_proj.weight.data.mul_(100)
-    mlp.down_proj.weight.data.mul_(30_000)
-    model.save_pretrained(source, max_shard_size="100KB")
+
+    def overflow(model: PreTrainedModel) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp.up_proj.weight.mul_(100)
+        mlp.down_proj.weight.mul_(30_000)
+
+    source = changed(tmp_path / "source", overflow, torch.float16)
     with pytest.raises(
         ValueError, match=r"hold inf or nan in torch\.float16, whose largest number is 65504; .* such as bfloat16"
     ):
@@ -349,13 +354,10 @@ def test_a_model_that_overflows_in_its_dtype_is_told_a_wider_one(tmp_path: Path)
 
 
 def test_a_layer_whose_values_are_all_zero(tmp_path: Path) -> None:
-    source, target = save_multi_head(tmp_path / "source"), tmp_path / "made"
-    model = loaded(source)
-    model.model.layers[1].self_attn.v_proj.weight.data.zero_()
-    model.save_pretrained(source, max_shard_size="100KB")
-    report = convert_checkpoint(settings(source, target, choice=PlanChoice(rank=3)))
+    source = changed(tmp_path / "source", lambda model: model.model.layers[1].self_attn.v_proj.weight.zero_())
+    report = convert_checkpoint(settings(source, tmp_path / "made", choice=PlanChoice(rank=3)))
     assert report["layers"][1]["recovered_error"] == 0
-    assert completions(loaded(target), source) == completions(model, source)
+    assert completions(loaded(tmp_path / "made"), source) == completions(loaded(source), source)
 
 
 @pytest.fixture
@@ -421,5 +423,5 @@ def test_no_such_repository(hub: Path, tmp_path: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no config"):
+    with pytest.raises(InputError, match=r"there is no .*config\.json; name a folder saved with save_pretrained"):
         Checkpoint(tmp_path)

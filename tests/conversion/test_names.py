@@ -65,7 +65,7 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 def test_checkpoints_of_the_base_model(name: str, tmp_path: Path) -> None:
-    """Whose names lack its prefix."""
+    """Their names lack its prefix."""
     model = made(name, tie_word_embeddings=True)
     if name == "bart":  # a buffer beside the base model
         model.final_logits_bias.zero_()
@@ -103,7 +103,7 @@ def test_a_base_model_without_a_head(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["slim", "full"])
 def test_unused_tensors_outside_of_layers_are_left_out(form: str, tmp_path: Path) -> None:
-    """Of any dtype, and whatever they hold."""
+    """They may have any dtype, and hold anything."""
     source = saved(made("llama"), tmp_path / "source")
     if form == "full":
         convert_checkpoint(Settings(str(source), tmp_path / "ordinary"))
@@ -171,7 +171,7 @@ def trained_apart(name: str, **overrides: Any) -> PreTrainedModel:
 
 
 def with_another_head(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model, tied so far."""
+    """Give a tied model another head."""
     head = model.get_output_embeddings().weight
     assert head is model.get_input_embeddings().weight or model.config.is_encoder_decoder
     model.get_output_embeddings().weight = nn.Parameter(head + 0.3 * head.std() * torch.randn(head.shape))

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, WhisperConfig
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, PreTrainedModel, WhisperConfig
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.accounting import KVSizes
+from hf_fastdecode.conversion.families import refusal
 from hf_fastdecode.conversion.sizes import (
     CacheSize,
     checkpoint_caches,
@@ -17,7 +18,6 @@ from hf_fastdecode.conversion.sizes import (
     decoder_matrices,
     empty_model,
     encoder_decoder_caches,
-    refusal,
 )
 from hf_fastdecode.conversion.to_slim import to_slim
 
@@ -197,6 +197,15 @@ TABLES = ("embed_tokens.weight", "embed_positions.weight", "wte.weight", "wpe.we
 """Weights of embeddings, of which a step reads a row; heads of these models are no embeddings."""
 
 
+@torch.no_grad()
+def real_bytes(slim: PreTrainedModel) -> tuple[int, int]:
+    """Bytes of the caches of `TOKENS` tokens, and of the matrices that a step reads."""
+    cache = DynamicCache(config=slim.config)
+    slim(TEXT[None, :TOKENS], **{CACHE: cache})
+    matrices = (one for name, one in slim.state_dict().items() if one.dim() >= 2 and not name.endswith(TABLES))
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers), sum(one.nbytes for one in matrices)
+
+
 @pytest.mark.parametrize("name", ["phi3", "gpt2", "opt-350m", "gemma", "cohere-norm", "codegen"])
 def test_slim_models(name: str) -> None:
     """Bytes of the caches of real slim models, and of the matrices that a step of these reads."""
@@ -206,14 +215,7 @@ def test_slim_models(name: str) -> None:
     width = shape.query_heads * shape.head_dim
     for size, rank in ((sizes[1], 0), (sizes[4], width // 8)):
         assert size.name == ("keys + d/8" if rank else "keys")
-        slim = to_slim(model, TEXT, rank=rank)
-        cache = DynamicCache(config=slim.config)
-        with torch.no_grad():
-            slim(TEXT[None, :TOKENS], **{CACHE: cache})
-        assert size.stored == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
-        read = sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
-        assert size.matrices == read
+        assert (size.stored, size.matrices) == real_bytes(to_slim(model, TEXT, rank=rank))
 
 
 @pytest.mark.parametrize(
@@ -246,12 +248,8 @@ def test_slim_checkpoints(name: str) -> None:
     slim = to_slim(model, TEXT, plan=(("kv", 0), ("k+r", 5)) if name != "gpt2" else (("x", 0), ("k+r", 5)))
     kv = decoder_caches(model.config, TOKENS, torch.float32, decoder_matrices(model))[0]
     (size,) = checkpoint_caches(slim.config, TOKENS, None, torch.float32, kv)
-    cache = DynamicCache(config=slim.config)
-    with torch.no_grad():
-        slim(TEXT[None, :TOKENS], **{CACHE: cache})
-    assert size.stored == size.read == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    tensors = {name: one for name, one in slim.state_dict().items() if one.dim() >= 2}
-    assert size.matrices == sum(one.nbytes for name, one in tensors.items() if not name.endswith(TABLES))
+    assert (size.stored, size.matrices) == real_bytes(slim)
+    assert size.read == size.stored
 
 
 CROSS = {"kv": ("k", "v"), "k": ("k",), "k+r": ("k", "slim.from_inputs"), "e": ()}

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
+from hf_fastdecode.conversion.fit.attention import rotate
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels import slim_append as api
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_append import append_token
-from hf_fastdecode.patches.layers.rotation import rotate
 
 from .operator_runs import DEVICE, DTYPES, random
 

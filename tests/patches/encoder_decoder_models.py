@@ -49,7 +49,7 @@ PLANS: dict[str, Any] = {
     "e": "e",
     "mixed": (("x", 0), ("k", 0), ("kv", 0), ("k+r", 3)),
 }
-"""Of two layers' self-attention and cross-attention, in turns."""
+"""Plans of two layers' self-attention and cross-attention, in turns."""
 
 PAIRS = [(name, plan) for name in MODELS for plan in PLANS if name != "t5-narrow" or plan == "x"]
 

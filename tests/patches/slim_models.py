@@ -44,10 +44,10 @@ def tiny_variant(variant: str, **overrides: Any) -> PreTrainedModel:
 
 
 @lru_cache
-def pair(plan: str = "k+r", variant: str = "plain") -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(plan: str = "k+r", variant: str = "plain", rope: Any = "raw") -> tuple[PreTrainedModel, PreTrainedModel]:
     """An ordinary model in fp32 and its slim form; not to be changed."""
     model = tiny_variant(variant)
-    return model, to_slim(model, TEXT, plan=PLANS[plan])
+    return model, to_slim(model, TEXT, plan=PLANS[plan], rope=rope)
 
 
 def condition(model: PreTrainedModel) -> float:

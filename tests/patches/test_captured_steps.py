@@ -67,7 +67,7 @@ def test_samples_of_every_kind(name: str, plan: str, uncaptured: None) -> None:
 
 @on_the_cpu
 def test_eight_bits(uncaptured: None) -> None:
-    """As by PyTorch's operators, which read what is cached in another way."""
+    """Tokens are those of PyTorch's operators, which read what is cached in another way."""
     slim = to_slim(family_model("qwen2"), TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
     with fd.enabled(slim, mode="graph", backend="triton"):
         found = seeded(lambda: slim.generate(**PROMPTS, **SAMPLES))
@@ -221,7 +221,7 @@ def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytes
 @on_the_cpu
 @torch.no_grad()
 def test_rows_of_different_lengths(uncaptured: None) -> None:
-    """As after drafts of which rows accepted different numbers."""
+    """Rows accepted different numbers of drafts."""
     model, slim = pair("k+r")
     drafts, ids, kept = TEXT[20:32].view(3, 4), TEXT[40:43], torch.tensor([3, 1, 2])
     with fd.enabled(slim, backend="triton"):
@@ -259,7 +259,7 @@ class Operators(TorchDispatchMode):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "plan"), [("gpt2", "k"), ("qwen2", "mixed"), ("gpt_neox", "k+r")])
 def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: None) -> None:
-    """The same operators over the same shapes, none of which reads a number or copies one from the host."""
+    """Steps run equal operators over equal shapes, none of which reads a number or copies one from the host."""
     slim, recorded = copy.deepcopy(family_pair(name, plan)[1]), []
     slim.config.pad_token_id = None  # as of trained GPT-2; with one, transformers' GPT-2 looks for it on the host
     ids = TEXT[40:42]

@@ -17,7 +17,7 @@ from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
-from hf_fastdecode.patches.layers.family import EncoderDecoder, longest_text
+from hf_fastdecode.patches.layers.family import longest_text
 
 from ..cli.command_line import refusal, run
 from ..conversion.checkpoints import VOCABULARY, loaded
@@ -28,12 +28,6 @@ EPS = torch.finfo(torch.float32).eps
 MIXED = (("x", 0), ("k+r", 5), ("k", 0), ("kv", 0))
 
 
-def family(model: PreTrainedModel) -> EncoderDecoder:
-    found = family_of(model.config)
-    assert isinstance(found, EncoderDecoder)
-    return found
-
-
 def with_tokenizer(name: str, folder: Path) -> PreTrainedModel:
     """A model that the embedded tokenizer fits, which is saved in a folder without the model."""
     AutoTokenizer.from_pretrained(MODEL_PATH).save_pretrained(folder)
@@ -41,7 +35,7 @@ def with_tokenizer(name: str, folder: Path) -> PreTrainedModel:
 
 
 def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    return loaded(folder, family(model).auto)
+    return loaded(folder, family_of(model.config).auto)
 
 
 def tokens(model: PreTrainedModel) -> Any:
@@ -57,7 +51,7 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
     settings = Settings(str(source), slim_folder, choice=PlanChoice(plan), shard_bytes=50_000, verify=True)
     report = convert_checkpoint(settings)
     slim = load(model, slim_folder)
-    assert type(slim) is family(model).slim_model
+    assert type(slim) is family_of(model.config).slim_model
     assert (
         type(AutoModel.from_pretrained(slim_folder)).__name__
         == f"Slim{type(AutoModel.from_pretrained(source)).__name__}"
@@ -79,8 +73,8 @@ def test_there_and_back(name: str, plan: Any, tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     changed = {key for key in expected if not torch.equal(found[key], expected[key])}
     made = tuple(
-        prefix + family(model).projection("v")
-        for prefix, one in zip(family(model).attentions(model.config), slim.config.slim_layers)
+        prefix + family_of(model.config).projection("v")
+        for prefix, one in zip(family_of(model.config).attentions(model.config), slim.config.slim_layers)
         if one["plan"] in ("k", "k+r")
     )
     assert len(made) == 2
@@ -122,7 +116,7 @@ def test_heads_of_their_own(tmp_path: Path) -> None:
     state = {**model.state_dict(), "lm_head.weight": torch.randn_like(model.lm_head.weight)}
     state["decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"] = torch.ones(2)  # no longer read
     torch.save(state, tmp_path / "source" / "pytorch_model.bin")
-    stock = family(model).auto.from_pretrained(tmp_path / "source")
+    stock = family_of(model.config).auto.from_pretrained(tmp_path / "source")
     assert not torch.equal(stock.lm_head.weight, stock.shared.weight)
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice("e")))
     convert_checkpoint(Settings(str(tmp_path / "slim"), tmp_path / "full", format="full"))
@@ -213,7 +207,7 @@ def test_features_with_their_text(tmp_path: Path) -> None:
     assert own["calibration_sha256"] != built_in["calibration_sha256"]
     convert_checkpoint(Settings(str(source), tmp_path / "slim", calibration=sound, transcript=said))
     expected = to_slim(model, ids, features=features).state_dict()
-    found = family(model).auto.from_pretrained(tmp_path / "slim", dtype=torch.bfloat16).state_dict()
+    found = family_of(model.config).auto.from_pretrained(tmp_path / "slim", dtype=torch.bfloat16).state_dict()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
     said.write_text("Too short.")
@@ -237,5 +231,5 @@ def test_a_text_that_begins_as_decoders_do_is_not_begun_twice() -> None:
     """Whisper's tokenizer puts the decoder's first token, 3 here, in front."""
     model = encoder_decoder("whisper")
     for ids, read in (([3, 8, 9], [3, 8, 9]), ([8, 9, 3], [3, 8, 9])):
-        inputs = model_inputs(family(model), model.config, torch.tensor(ids), None)
+        inputs = model_inputs(family_of(model.config), model.config, torch.tensor(ids), None)
         assert inputs["decoder_input_ids"].tolist() == [read]

@@ -76,7 +76,7 @@ def test_weights_offloaded_to_the_cpu(name: str) -> None:
 
 @lru_cache
 def greedy_of_stock(name: str) -> Any:
-    """What the ordinary model generates: the same for each plan of its slim forms."""
+    """Greedy tokens of the ordinary model, which all plans of its slim forms are compared with."""
     return generate(family_model(name))
 
 
@@ -121,7 +121,7 @@ def test_weights_are_read_as_the_layer_uses_them(name: str) -> None:
     """The reference makes of them, with their scale, norms, biases and RoPE, what the layer does."""
     model = family_model(name)
     family, ids, seen = family_of(model.config), TEXT[None, :40], []
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         seen.append((attention_inputs(args, kwargs), output[0][0]))
@@ -176,7 +176,7 @@ def test_static_cache_without_masks_and_positions(name: str) -> None:
 
 
 def logits(model: PreTrainedModel) -> Tensor:
-    """Of a text in parts, which read the ones before them from the cache."""
+    """Logits of a text in parts, which read the ones before them from the cache."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         return torch.cat([model(part[None], **{CACHE: cache}).logits for part in TEXT[:64].split((48, 1, 9, 6))], 1)
@@ -201,7 +201,7 @@ def test_bf16_is_as_accurate_as_the_ordinary_model(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "plan"), pairs("k+r", "x"))
 def test_gradients(name: str, plan: str) -> None:
-    """Of embeddings, which the gradients of all layers reach; training, with its dropouts, changes them."""
+    """Gradients of all layers reach the embeddings; training, with its dropouts, changes them."""
     found = []
     for training, of in ((False, 0), (False, 1), (True, 1)):
         model = deepcopy(family_pair(name, plan)[of]).train(training)

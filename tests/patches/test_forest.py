@@ -152,7 +152,7 @@ def test_a_copied_cache_belongs_to_the_model_that_reads_it(copied: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("bound", [None, 4])
 def test_rows_of_different_lengths(bound: int | None) -> None:
-    """As after drafts of which rows accept different numbers; on a GPU the host only knows a bound on the lengths."""
+    """Rows accept different numbers of drafts; on a GPU the host only knows a bound on the lengths."""
     model, slim = pair("k+r")
     with fd.enabled(slim):
         cache = fd.prefill(slim, TEXT[None, :20])
@@ -369,20 +369,19 @@ def test_a_kernel_that_fails_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernels
 @torch.no_grad()
-@pytest.mark.parametrize(("dtype", "variant"), [(torch.float16, "plain"), (torch.bfloat16, "yarn")])
-def test_kernel_in_half_precision(dtype: torch.dtype, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "variant", "cache_dtype"),
+    [
+        (torch.float16, "plain", "auto"),
+        (torch.bfloat16, "yarn", "auto"),
+        (torch.float16, "plain", "int8"),
+        (torch.bfloat16, "plain", "fp8"),
+    ],
+)
+def test_kernel_in_half_precision(dtype: torch.dtype, variant: str, cache_dtype: str) -> None:
     model = copy.deepcopy(pair("k+r", variant)[0]).to(dtype)
-    slim = to_slim(model, TEXT, plan=PLANS["k+r"])
-    # On a CPU "auto" is PyTorch's operators.
-    assert_like_pytorch(model, slim, TEXT[:52].view(2, 26), kernel="triton", pytorch="auto")
-
-
-@needs_kernels
-@torch.no_grad()
-@pytest.mark.parametrize(("dtype", "cache_dtype"), [(torch.float16, "int8"), (torch.bfloat16, "fp8")])
-def test_kernel_in_8_bits_in_half_precision(dtype: torch.dtype, cache_dtype: str) -> None:
-    model = copy.deepcopy(pair("k+r")[0]).to(dtype)
     slim = to_slim(model, TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
+    # On a CPU "auto" is PyTorch's operators.
     assert_like_pytorch(model, slim, TEXT[:52].view(2, 26), kernel="triton", pytorch="auto")
 
 

@@ -19,8 +19,6 @@ from hf_fastdecode.generation.steps.projections import has_projections
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
-from hf_fastdecode.patches.architectures.slim_cohere import SlimCohereAttention
-from hf_fastdecode.patches.architectures.slim_stablelm import SlimStableLmAttention
 from hf_fastdecode.patches.layers import kernel_attention, rotation
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -279,12 +277,9 @@ def test_a_forward_that_another_library_gave_linear_layers(slim_layer: Any, monk
 
 
 def test_configs_decide_whether_queries_are_normalised() -> None:
-    for family, flag in ((SlimStableLmAttention, "qk_layernorm"), (SlimCohereAttention, "use_qk_norm")):
-        layer: Any = family.__new__(family)
-        nn.Module.__init__(layer)
-        for has in (True, False):
-            setattr(layer, flag, has)
-            assert layer.normalizes_queries == layer.normalizes_keys == has
+    for name in ("stablelm", "stablelm-norm", "cohere", "cohere-norm"):
+        _, slim = family_pair(name, "k")
+        assert slim.model.layers[0].self_attn.normalizes == name.endswith("-norm")
 
 
 @pytest.mark.parametrize("within", [True, False])

@@ -66,7 +66,7 @@ def test_tokens_equal_stock(name):
 
 
 def test_contexts_are_continued_under_autocast():
-    """Whose latents are in half precision, and weights are not."""
+    """Latents are then in half precision, and weights are not."""
     model, prompts = model_of("without-query-ranks"), ragged_prompts(57, 71, shared=40)
     call = {"do_sample": False, "max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
 
@@ -95,7 +95,7 @@ def test_what_else_a_projection_computes_counts():
 
 @pytest.mark.parametrize("kind", ["linear", "other"])
 def test_biases_of_the_projection_count(kind):
-    """Those of values; scores do not depend on those of keys."""
+    """Biases of values count; scores do not depend on those of keys."""
     model, prompts = model_of("without-query-ranks"), ragged_prompts(41, 36, shared=33)
     for layer in model.model.layers:
         projection = layer.self_attn.kv_b_proj
@@ -133,7 +133,7 @@ def test_captured_steps(samples, monkeypatch):
 @on_the_cpu
 @pytest.mark.parametrize(("tokens", "captured"), [(3, True), (6, False)])
 def test_drafts_are_captured_as_far_as_tiles_hold_their_queries(tokens, captured, monkeypatch):
-    """Those of all heads of a group; passes of more tokens run eagerly, by PyTorch's operators."""
+    """The kernels read all heads of a group; passes of more tokens run eagerly, by PyTorch's operators."""
     pytest.importorskip("triton")
     monkeypatch.setattr(loop_passes, "capture_reason", lambda *_: None)
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
@@ -266,7 +266,7 @@ def test_finished_rows_leave_nodes(small):
 
 
 def test_kept_caches_keep_latents(small):
-    """What was made of them ends with the call, so that changed weights count in the next one."""
+    """Expanded nodes end with the call, so that changed weights count in the next one."""
     model, prompt = model_of("without-query-ranks"), prompts()["input_ids"][1:]
     call = SAMPLES | {"num_return_sequences": 6}
     for _ in range(2):

@@ -111,13 +111,6 @@ def test_loading_in_a_dtype_leaves_the_matrices(saved: tuple[str, Path], dtype: 
         assert torch.equal(tensor, expected[name])
 
 
-def test_device_map(saved: tuple[str, Path]) -> None:
-    plan, folder = saved
-    loaded = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
-    with torch.no_grad():
-        assert torch.equal(loaded(TEXT[None]).logits, pair(plan)[1](TEXT[None]).logits)
-
-
 @pytest.mark.parametrize(
     "first",
     [

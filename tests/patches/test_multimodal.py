@@ -129,7 +129,7 @@ def test_options_are_of_the_language_model(model_type: str, tmp_path: Path) -> N
 def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:
     """Files of LLaVA have the names of older releases, also those that transformers writes now."""
     model = made("llava", tmp_path / "source")
-    assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").names()
+    assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").places
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
     assert torch.equal(tokens(load(tmp_path / "slim", AutoModelForImageTextToText)), tokens(model))
 
@@ -164,7 +164,7 @@ def test_refused_language_models(language: dict[str, Any], reason: str) -> None:
 
 
 def test_refused_without_the_import(tmp_path: Path) -> None:
-    """As transformers refuses any unknown language model, before it draws a weight at random."""
+    """transformers refuses any unknown language model so, before it draws a weight at random."""
     to_slim(multimodal_model("llava"), TEXT, plan="k").save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForImageTextToText as Auto; Auto.from_pretrained({str(tmp_path)!r})"
     done = run_fresh(code, importable=False)

@@ -15,14 +15,13 @@ from hf_fastdecode._compat import CACHE, COMPILED_CALL
 from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.patches.architectures import biased_keys
+from hf_fastdecode.patches.architectures import OWN_ATTENTION, biased_keys
 from hf_fastdecode.patches.architectures.biased_keys import (
     MOST_POSITIONS,
     WIDTH,
     with_key_positions,
     with_query_positions,
 )
-from hf_fastdecode.patches.own_attention import OWN_ATTENTION
 
 from ..architectures.compare import compared, stock_tokens
 from ..generation.uncaptured import SAMPLING, on_the_cpu
@@ -81,7 +80,16 @@ MODELS = {
 }
 _ATTEND = GPTNeoSelfAttention._attn
 LOGITS = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+TWO = ragged_prompts(40, 40, shared=40)
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
+
+
+def report_of(model, call, **options):
+    """How a call ran whose tokens are stock's."""
+    stock = seeded(lambda: model.generate(**call))
+    with fd.enabled(model, **{"min_saved_tokens": 1, **options}):
+        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+        return fd.explain(model).last_call
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,10 +105,7 @@ def test_tokens_equal_stock(name):
     if name in ("rembert", "roformer") and verdict == ("stock", "the model's mask is not plain causal attention"):
         pytest.skip(f"transformers {transformers.__version__} lets prompts attend to later tokens")
     assert verdict == ("shared", "")
-    stock = model.generate(**prompts, **BEAMS)
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, **BEAMS), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    assert report_of(model, prompts | BEAMS).path == "shared"
 
 
 @pytest.mark.parametrize("name", ["bloom", "falcon-rw", "mpt"])
@@ -144,10 +149,7 @@ def test_captured_steps(model_type, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     model, call = tiny_model_of_type(model_type, **SMALL[model_type]), ragged_prompts(41, 36, shared=33) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.mode == "graph"
+    assert report_of(model, call, mode="graph", backend="triton").mode == "graph"
 
 
 STAND_INS = {
@@ -187,12 +189,9 @@ def test_kernels_take_no_module_that_has_a_stand_in():
 def test_a_forward_of_another_library_on_an_attention_layer_runs_stock():
     hooks = pytest.importorskip("accelerate.hooks")
     model = tiny_model_of_type("xglm", **_XGLM)
-    prompts = ragged_prompts(40, 40, shared=40)
-    stock = model.generate(**prompts, max_new_tokens=2)
     hooks.add_hook_to_module(model.model.layers[1].self_attn, hooks.ModelHook())
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, max_new_tokens=2), stock)
-        assert "XGLMAttention has a hook or a forward of its own" in fd.explain(model).last_call.reason
+    report = report_of(model, TWO | {"max_new_tokens": 2})
+    assert "XGLMAttention has a hook or a forward of its own" in report.reason
 
 
 def _scaled(module, *args):
@@ -230,12 +229,9 @@ REPLACED = {
 @pytest.mark.parametrize("name", REPLACED)
 def test_calls_that_the_user_replaced_run_stock(name, monkeypatch):
     model_type, replace, reason = REPLACED[name]
-    model, prompts = tiny_model_of_type(model_type, **MODELS[model_type][1]), ragged_prompts(40, 40, shared=40)
+    model = tiny_model_of_type(model_type, **MODELS[model_type][1])
     replace(next(module for module in model.modules() if stand_ins_of(type(module))), monkeypatch)
-    stock = model.generate(**prompts, max_new_tokens=2)
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, max_new_tokens=2), stock)
-        assert reason in fd.explain(model).last_call.reason
+    assert reason in report_of(model, TWO | {"max_new_tokens": 2}).reason
 
 
 def test_distances_that_count_hidden_tokens_run_stock():
@@ -243,10 +239,7 @@ def test_distances_that_count_hidden_tokens_run_stock():
     prompts["attention_mask"][:, 20] = 0
     for model_type, fields, path in (("bloom", _BLOOM, "shared"), ("mpt", _MPT, "stock")):
         model = tiny_model_of_type(model_type, **fields)
-        stock = model.generate(**prompts, max_new_tokens=6)
-        with fd.enabled(model, min_saved_tokens=1):
-            assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
-            assert fd.explain(model).last_call.path == path
+        assert report_of(model, prompts | {"max_new_tokens": 6}).path == path
 
 
 REFUSED = {
@@ -258,23 +251,18 @@ REFUSED = {
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_options_that_run_stock(model_type):
     fields, reason = REFUSED[model_type]
-    model, prompts = tiny_model_of_type(model_type, **fields), ragged_prompts(40, 40, shared=40)
     try:
-        stock = model.generate(**prompts, max_new_tokens=4)
+        report = report_of(tiny_model_of_type(model_type, **fields), TWO | {"max_new_tokens": 4})
     except TypeError as error:
         pytest.skip(f"this transformers does not run it: {error}")
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, max_new_tokens=4), stock)
-        assert reason in fd.explain(model).last_call.reason
+    assert reason in report.reason
 
 
 def test_rows_beyond_exact_biases_run_stock(monkeypatch):
     monkeypatch.setattr(biased_keys, "MOST_POSITIONS", 43)
-    model, prompts = tiny_model_of_type("bloom", **_BLOOM), ragged_prompts(40, 40, shared=40)
-    with fd.enabled(model, min_saved_tokens=1):
-        for new_tokens, path in ((3, "shared"), (4, "stock")):
-            model.generate(**prompts, max_new_tokens=new_tokens)
-            assert fd.explain(model).last_call.path == path
+    model = tiny_model_of_type("bloom", **_BLOOM)
+    for new_tokens, path in ((3, "shared"), (4, "stock")):
+        assert report_of(model, TWO | {"max_new_tokens": new_tokens}).path == path
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
@@ -291,25 +279,17 @@ def test_hidden_states_of_several_streams_run_stock(prompts):
 
 def test_rows_of_which_doge_drops_tokens_run_stock():
     model, prompts = tiny_model_of_type("doge", **_DOGE), ragged_prompts(80, 80, shared=40)
-    stock = model.generate(**prompts, max_new_tokens=12)
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, max_new_tokens=12), stock)
-        assert "keeps the 90 tokens of the largest gates" in fd.explain(model).last_call.reason
-        model.generate(**prompts, max_new_tokens=10)
-        assert fd.explain(model).last_call.path == "shared"
+    assert "keeps the 90 tokens of the largest gates" in report_of(model, prompts | {"max_new_tokens": 12}).reason
+    assert report_of(model, prompts | {"max_new_tokens": 10}).path == "shared"
 
 
 def test_llama4_scales_with_the_padding_of_prompts():
     """Stock counts it, beyond `floor_scale` tokens: prompts of one length share, others run stock."""
     model = tiny_model_of_type("llama4_text", **{**_LLAMA4, "floor_scale": 16})
     for lengths, reason in (((64, 64), ""), ((64, 60), "scales with the padding of prompts")):
-        prompts = ragged_prompts(*lengths, shared=40)
-        stock = model.generate(**prompts, max_new_tokens=6)
-        with fd.enabled(model, min_saved_tokens=1):
-            assert torch.equal(model.generate(**prompts, max_new_tokens=6), stock)
-            call = fd.explain(model).last_call
-            assert call.path == ("stock" if reason else "shared")
-            assert reason in call.reason
+        report = report_of(model, ragged_prompts(*lengths, shared=40) | {"max_new_tokens": 6})
+        assert report.path == ("stock" if reason else "shared")
+        assert reason in report.reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -18,6 +18,7 @@ from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
 from hf_fastdecode.conversion.calibration import RoundedCache, calibration_ids, model_inputs, record
 from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import family_of
+from hf_fastdecode.conversion.fit.attention import AttentionInputs
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
 from hf_fastdecode.conversion.fit.layer_plan import CacheErrors
 from hf_fastdecode.conversion.fit.value_coordinates import key_statistics
@@ -50,7 +51,7 @@ def generate(model: PreTrainedModel, **options: Any) -> Any:
 
 @lru_cache
 def greedy_without_cache(cache_dtype: str, plan: str) -> Any:
-    """What every greedy call with a cache is compared with."""
+    """Greedy tokens that calls with a cache are compared with."""
     return generate(slim_in(cache_dtype, plan), use_cache=False)
 
 
@@ -117,11 +118,11 @@ def test_cached_bytes_are_those_reported() -> None:
 @pytest.mark.parametrize("name", ["llama-mha", "gpt2", "cohere-norm"])
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) -> None:
-    """Of a layer's output, on the inputs that the layer had."""
+    """The error is of a layer's output, on the inputs that the layer had."""
     model = tiny_model(name) if name == "llama-mha" else family_model(name)
     slim = to_slim(model, TEXT, rank=4, cache_dtype=cache_dtype, tolerance=1e9)
     family, dtype = family_of(model.config), getattr(torch, slim.config.slim_layers[1]["cache_dtype"])
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
     seen: list[tuple[Tensor, Tensor]] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -135,7 +136,7 @@ def test_the_error_that_was_measured_is_the_models(name: str, cache_dtype: str) 
     fitted = record(model, family, model_inputs(family, model.config, TEXT))[1].inputs[: len(TEXT) // 2]
     (inputs, output), bias = seen[0], 0 if weights.output_bias is None else weights.output_bias.double()
     oracle = attention_output(weights, inputs, rotation=rotation)
-    measured = CacheErrors(weights, inputs, rotation=rotation).value_coordinates(
+    measured = CacheErrors(weights, AttentionInputs(inputs, rotation=rotation)).value_coordinates(
         key_statistics(weights, fitted, dtype), 4, dtype, matrix_dtype=torch.float32
     )
     assert relative(output - bias, oracle - bias) == pytest.approx(measured.output_error, rel=0.02)
@@ -254,7 +255,7 @@ def prompt() -> Tensor:
 
 
 def logits(model: PreTrainedModel) -> Tensor:
-    """Of the prompt, whose last tokens are fed one by one."""
+    """Logits of the prompt, whose last tokens are fed one by one."""
     cache = DynamicCache(config=model.config)
     ids = prompt()
     parts = ids.split([ids.shape[1] - STEPS, *[1] * STEPS], 1)

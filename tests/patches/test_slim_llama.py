@@ -18,11 +18,15 @@ from .slim_models import ROWS, TEXT, condition, generate, logits, pair, relative
 EPS = torch.finfo(torch.float32).eps
 
 
-def same_tokens(plan: str, **options: Any) -> None:
-    expected, found = (generate(model, **options).sequences for model in pair(plan))
+ROPES = pytest.mark.parametrize("rope", ["raw", "unrotate"])
+
+
+def same_tokens(plan: str, rope: str = "raw", **options: Any) -> None:
+    expected, found = (generate(model, **options).sequences for model in pair(plan, "plain", rope))
     assert torch.equal(found, expected)
 
 
+@ROPES
 @pytest.mark.parametrize(
     "options",
     [
@@ -39,17 +43,18 @@ def same_tokens(plan: str, **options: Any) -> None:
     ],
     ids=lambda options: "-".join(map(str, (key for key in options if "mask" not in key))),
 )
-def test_other_ways_to_generate(options: dict[str, Any]) -> None:
-    same_tokens("k+r", **options)
+def test_other_ways_to_generate(options: dict[str, Any], rope: str) -> None:
+    same_tokens("k+r", rope, **options)
     if "num_beams" in options:
-        same_tokens("k", **options)  # values of width 0 are reordered too
+        same_tokens("k", rope, **options)  # values of width 0 are reordered too
 
 
-def test_assisted_generation_crops_the_cache() -> None:
+@ROPES
+def test_assisted_generation_crops_the_cache(rope: str) -> None:
     """The assistant is another random model, so that most of its tokens are taken back."""
     options = {"input_ids": ROWS["input_ids"][:1], "attention_mask": None}
     for plan in ("k", "k+r"):
-        same_tokens(plan, assistant_model=tiny_model("llama-mha", seed=1), **options)
+        same_tokens(plan, rope, assistant_model=tiny_model("llama-mha", seed=1), **options)
     slim = pair("k")[1]
     expected = generate(pair("k")[0], **options)
     assert torch.equal(generate(pair("k")[0], assistant_model=slim, **options).sequences, expected.sequences)
@@ -119,9 +124,10 @@ def test_casting_a_slim_model_leaves_the_matrices() -> None:
         assert bool(logits(slim).isfinite().all())
 
 
-def test_autocast_leaves_keys_and_their_averages() -> None:
+@ROPES
+def test_autocast_leaves_keys_and_their_averages(rope: str) -> None:
     """Within autocast the projections of queries are in bf16; keys in bf16 would spoil the values."""
-    model, slim = pair("k+r")
+    model, slim = pair("k+r", "plain", rope)
     with torch.autocast("cpu", torch.bfloat16):
         found, stock = logits(slim), logits(model)
     oracle = logits(model)

@@ -81,7 +81,7 @@ def test_averages_in_halves_withstand_tf32() -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 1.0, 100.0, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_halves_of_any_size(dtype: torch.dtype, size: float) -> None:
-    """What rounding to fp16 leaves of small numbers is below its normal numbers, unless it is scaled."""
+    """Remainders of rounding small numbers to fp16 are below its normal numbers, unless they are scaled."""
     x = (size * torch.randn(2, 4, 3, 48, generator=torch.Generator().manual_seed(3))).to(dtype)
     x[0, 0, 0] = 0
     parts, factor = in_halves(x)
@@ -113,7 +113,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 def test_products_by_halves(
     dtype: torch.dtype, heads: int | None, by_kernel: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of many rows by PyTorch's operators, of few by the kernel."""
+    """Many rows are multiplied by PyTorch's operators, few by the kernel."""
     if not by_kernel:
         monkeypatch.setattr(slim_values, "_by_kernel", lambda *_: None)
     elif not triton_is_installed():
@@ -246,7 +246,7 @@ def test_keys_keep_their_precision(variant: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_dtypes_of_quantized_weights_are_refused(name: str, dtype: torch.dtype) -> None:
-    """Of parameters that are plain tensors, as layerwise casting leaves them."""
+    """Parameters are plain tensors, as layerwise casting leaves them."""
     model = family_model(name) if name == "gpt2" else encoder_decoder(name)
     place, parameter = next(one for one in model.named_parameters() if "1.layer.0" in one[0] or "h.1.mlp" in one[0])
     module, _, own = place.rpartition(".")

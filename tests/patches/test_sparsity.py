@@ -46,7 +46,7 @@ def sparse(model: PreTrainedModel, threshold: float = THRESHOLD, **fields: Any) 
 
 
 def attention_passes(model: PreTrainedModel, prefix: str, passes: list[int]) -> tuple[Tensor, Tensor]:
-    """What an attention sees and gives, ``[tokens, d]``, of a text in passes."""
+    """Inputs and outputs of an attention, ``[tokens, d]``, on a text in passes."""
     seen, given = [], []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -72,7 +72,7 @@ def test_small_weights_are_skipped(monkeypatch: pytest.MonkeyPatch, name: str, p
     monkeypatch.setattr(slim_attention, "QUERIES_AT_ONCE", at_once)
     model, slim = family_pair(name, plan)
     family = family_of(model.config)
-    prefix = family.layer_prefix(1) + family.attention
+    prefix = family.attentions(model.config)[1]
     state = {key.removeprefix(prefix): one for key, one in model.state_dict().items() if key.startswith(prefix)}
     weights = family.weights(model.config, family.plain(model.config, state), 1)
     ropes = ["raw", "unrotate"] if family.rotary else ["raw"]

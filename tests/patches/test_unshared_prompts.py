@@ -163,7 +163,7 @@ def test_prompts_of_too_different_lengths_stay_in_nodes(caches: list[SharedConte
 
 
 def test_eight_bits(caches: list[SharedContextCache]) -> None:
-    """As by PyTorch's operators, with the prompts in nodes: as far as 8 bits let tokens be the same."""
+    """Tokens are those of PyTorch's operators with the prompts in nodes, as far as 8 bits let them."""
     slim = to_slim(family_model("qwen2"), TEXT, plan=PLANS["k+r"], cache_dtype="int8", tolerance=1e9)
     call = ALONE | {"max_new_tokens": 2, "do_sample": False}
     with fd.enabled(slim, mode="graph", backend="triton"):

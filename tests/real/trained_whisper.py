@@ -78,7 +78,6 @@ def features(*recordings: np.ndarray) -> Tensor:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Of the model."""
     return PreTrainedTokenizerFast(tokenizer_file=str(_FOLDER / "tokenizer.json"))
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_fastdecode.api import enabled, prefill
 from hf_fastdecode.cache.accounting import KVSizes, StockShared, memory_io
-from hf_fastdecode.conversion.families import is_slim, ordinary_config
+from hf_fastdecode.conversion.families import is_slim, ordinary_config, refusal
 from hf_fastdecode.conversion.fit.layer_plan import dtype_name
 from hf_fastdecode.conversion.sizes import (
     CacheSize,
@@ -27,7 +27,6 @@ from hf_fastdecode.conversion.sizes import (
     empty_model,
     encoder_decoder_caches,
     layer_caches,
-    refusal,
 )
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.options import Options

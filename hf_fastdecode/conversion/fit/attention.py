@@ -12,8 +12,7 @@ ignores unless RoPE or QK-norm stands between projection and scores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ class AttentionWeights:
         output: ``[d_out, heads * value_dim]``.
         query_bias, key_bias, value_bias, output_bias: ``[out]`` of each projection, or None.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
-        query_norm, key_norm: QK-norm, from a whole projection ``[tokens, heads * head_dim]`` to the same shape, before
-            RoPE (OLMo-2); None without. Slim caches keep keys from before it, where they are linear in the inputs.
+        query_norm, key_norm: QK-norm of a whole projection ``[tokens, heads * head_dim]``, before RoPE (OLMo-2), or
+            None. Slim caches keep keys from before it, where they are linear in the inputs.
     """
 
     query: Tensor
@@ -55,24 +54,19 @@ class AttentionWeights:
         """Check that heads divide the projections, and that these fit each other; else ValueError."""
         if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
-        for name, weight, heads in (
-            ("query", self.query, self.heads),
-            ("key", self.key, self.kv_heads),
-            ("value", self.value, self.kv_heads),
-            ("output", self.output.mT, self.heads),
-        ):
-            if weight.shape[0] % heads:
-                raise ValueError(f"the {name} projection has {weight.shape[0]} coordinates, not divisible by {heads}")
-        if self.query.shape[0] // self.heads != self.key.shape[0] // self.kv_heads:
-            raise ValueError(
-                f"heads of query and key must have one width, got {self.query.shape[0]} / {self.heads} and "
-                f"{self.key.shape[0]} / {self.kv_heads}; weights are [out, in], as in torch.nn.Linear"
-            )
-        if self.output.shape[1] // self.heads != self.value.shape[0] // self.kv_heads:
-            raise ValueError(
-                f"heads of value and output must have one width, got {self.value.shape[0]} / {self.kv_heads} and "
-                f"{self.output.shape[1]} / {self.heads}; weights are [out, in], as in torch.nn.Linear"
-            )
+        widths = {}
+        for name in ("query", "key", "value", "output"):
+            heads = self.heads if name in ("query", "output") else self.kv_heads
+            coordinates = getattr(self, name).shape[name == "output"]
+            widths[name], rest = divmod(coordinates, heads)
+            if rest:
+                raise ValueError(f"the {name} projection has {coordinates} coordinates, not divisible by {heads}")
+        for one, other in (("query", "key"), ("value", "output")):
+            if widths[one] != widths[other]:
+                raise ValueError(
+                    f"heads of {one} and {other} must have one width, got {widths[one]} and {widths[other]}; weights "
+                    "are [out, in], as in torch.nn.Linear"
+                )
         if self.key.shape[1] != self.value.shape[1]:
             raise ValueError(f"key and value must read one input, got {self.key.shape[1]} and {self.value.shape[1]}")
 
@@ -120,18 +114,9 @@ def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, valu
     """Constant part of the values, equal for all tokens: ``(c - b_K) M + b_V``, ``[e_v]`` in fp64.
 
     Keys ``K = X W_K + b_K`` are cached minus an offset c. Then ``X W_K = (K - c) + (c - b_K)``, of which only the
-    first term is in the cache: ``c = 0`` caches whole keys, ``c = b_K`` keys without their bias. M, ``[e, e_v]``, is
-    the matrix from ``X W_K`` to values; c and ``b_K`` are ``[e]``.
+    first term is in the cache. M, ``[e, e_v]``, is the matrix from ``X W_K`` to values; c and ``b_K`` are ``[e]``.
     """
     return (key_offset.double() - key_bias.double()) @ from_keys.double() + value_bias.double()
-
-
-def score_offset(weights: AttentionWeights, key_offset: Tensor, rotation: object | None) -> Tensor | None:
-    """Offset ``[e]`` to add to keys that were cached without it, before norm, rotation and scores.
-
-    None where scores without it differ by a constant per query, so that it can be left out.
-    """
-    return None if rotation is None and weights.key_norm is None else key_offset
 
 
 def require_multi_head(weights: AttentionWeights) -> None:
@@ -141,12 +126,6 @@ def require_multi_head(weights: AttentionWeights) -> None:
             f"a cache of keys alone needs num_key_value_heads == num_attention_heads, got {weights.kv_heads} != "
             f"{weights.heads}: keys have fewer coordinates than the inputs and do not determine the values; "
             "keep keys and values, or cache the encoder's output for cross-attention"
-        )
-    coordinates, inputs = weights.key.shape
-    if coordinates < inputs:
-        raise ValueError(
-            f"keys of {coordinates} coordinates do not determine inputs of {inputs}; a cache of keys alone needs at "
-            f"least {inputs}; keep keys and values for this layer"
         )
 
 
@@ -160,53 +139,95 @@ def require_linear_scores(weights: AttentionWeights, rotation: object | None) ->
         )
 
 
-RopeLayout = Literal["half", "interleaved"]
-"""Coordinates of rotated pair i of n: i and i + n (Llama, GPT-NeoX), or 2 i and 2 i + 1 (GPT-J, Cohere)."""
+Tables = tuple[Tensor, Tensor]
+"""cos and sin of tokens, ``[..., tokens, rotated]``, with an entry per coordinate, as transformers makes them."""
+
+
+def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
+    """RoPE of the first coordinates of ``[..., heads, tokens, head_dim]``, as many as the tables have.
+
+    Tables broadcast with `x`; a single row or token is rotated to all positions. Pairs are coordinates i and i + n of
+    2 n (Llama), or interleaved 2 i and 2 i + 1 (GPT-J, Cohere).
+    """
+    cos, sin = tables
+    rotated = cos.shape[-1]
+    first = x[..., :rotated]
+    # Each pair of coordinates, rotated by a right angle.
+    if interleaved:
+        turned = torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2)
+    else:
+        low, high = first.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+    first = first * cos.unsqueeze(-3) + turned * sin.unsqueeze(-3)
+    if rotated == x.shape[-1]:
+        return first
+    return torch.cat([first, x[..., rotated:].to(first.dtype).expand(*first.shape[:-1], -1)], -1)
+
+
+def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
+    """Inverse of `rotate`; dividing by ``cos² + sin²`` undoes attention factors in the tables, as YaRN's."""
+    dtype = torch.promote_types(x.dtype, tables[0].dtype)
+    cos, sin = (table.to(dtype) for table in tables)
+    norm = cos.square() + sin.square()
+    return rotate(x, (cos / norm, -sin / norm), interleaved=interleaved)
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotation of coordinate pairs by an angle per token and pair.
-
-    Only the first ``2 * pairs`` coordinates of a head are rotated (partial rotary embedding). Tables are
-    ``[..., tokens, pairs]``, broadcast over the leading dimensions of what is rotated, and may contain an attention
-    factor, as YaRN's do: then ``cos² + sin²`` is its square.
-    """
+    """RoPE of the tokens of a text: tables ``[tokens, rotated]``, and the order of pairs, as `rotate` takes them."""
 
     cos: Tensor
     sin: Tensor
-    layout: RopeLayout = "half"
-
-    @classmethod
-    def from_repeated(cls, cos: Tensor, sin: Tensor, layout: RopeLayout = "half") -> Rotation:
-        """From tables ``[..., tokens, 2 * pairs]`` with an entry per coordinate, as transformers makes them."""
-        one = slice(cos.shape[-1] // 2) if layout == "half" else slice(None, None, 2)
-        return cls(cos[..., one], sin[..., one], layout)
+    interleaved: bool = False
 
     def tokens(self, part: slice) -> Rotation:
-        return Rotation(self.cos[..., part, :], self.sin[..., part, :], self.layout)
+        return Rotation(self.cos[part], self.sin[part], self.interleaved)
 
     def rotate(self, x: Tensor) -> Tensor:
-        """Rotate ``[..., tokens, head_dim]``, in the wider dtype of `x` and tables; ValueError for narrow heads."""
-        return self._apply(x, self.cos, self.sin)
+        return rotate(x, (self.cos, self.sin), interleaved=self.interleaved)
 
     def unrotate(self, y: Tensor) -> Tensor:
-        """The exact inverse of `rotate`: the opposite rotation, divided by ``cos² + sin²``, the squared factor."""
-        norm = self.cos.square() + self.sin.square()
-        return self._apply(y, self.cos / norm, -self.sin / norm)
+        return unrotate(y, (self.cos, self.sin), interleaved=self.interleaved)
 
-    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        width = 2 * cos.shape[-1]
-        if x.shape[-1] < width:
-            raise ValueError(f"RoPE rotates {width} coordinates of a head, got heads of {x.shape[-1]}")
-        rotated, passed = x[..., :width], x[..., width:]
-        if self.layout == "half":
-            first, second = rotated.chunk(2, -1)
-        else:
-            first, second = rotated[..., ::2], rotated[..., 1::2]
-        pair = (first * cos - second * sin, second * cos + first * sin)
-        out = torch.cat(pair, -1) if self.layout == "half" else torch.stack(pair, -1).flatten(-2)
-        return torch.cat([out, passed.to(out.dtype)], -1)
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Inputs of one attention on a text. Self-attention is causal, cross-attention sees the whole encoder's output.
+
+    Attributes:
+        inputs: ``[tokens, d]``, of the projections; of cross-attention those of queries.
+        encoded: ``[keys, key_d]``, the encoder's output, for cross-attention.
+        rotation: RoPE of these tokens; None without.
+        score_bias: ``[heads, tokens, tokens]``, added to the scaled scores (ALiBi, T5), or None.
+        unrotate: Whether slim caches keep keys after RoPE, beside their positions.
+    """
+
+    inputs: Tensor
+    encoded: Tensor | None = None
+    rotation: Rotation | None = None
+    score_bias: Tensor | None = None
+    unrotate: bool = False
+
+    @property
+    def key_inputs(self) -> Tensor:
+        """Inputs of the projections of keys and values, ``[keys, key_d]``."""
+        return self.inputs if self.encoded is None else self.encoded
+
+    @property
+    def stored_rotation(self) -> Rotation | None:
+        """RoPE that keys are cached after, if they are."""
+        return self.rotation if self.unrotate else None
+
+    def part(self, keys: slice) -> AttentionInputs:
+        """A part of the text: these keys, and for self-attention these tokens alone."""
+        if self.encoded is not None:
+            return replace(self, encoded=self.encoded[keys])
+        return replace(
+            self,
+            inputs=self.inputs[keys],
+            rotation=None if self.rotation is None else self.rotation.tokens(keys),
+            score_bias=None if self.score_bias is None else self.score_bias[:, keys, keys],
+        )
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -122,5 +122,4 @@ def without_positions(cached: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def position_bytes(dtype: torch.dtype) -> int:
-    """Bytes of a position beside numbers of a dtype."""
     return DIGITS * dtype.itemsize

@@ -8,7 +8,7 @@ caches compare; kernels accumulate in fp32, which adds the same small error to a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Final, Literal
@@ -17,21 +17,19 @@ import torch
 from torch import Tensor
 
 from .attention import (
+    AttentionInputs,
     AttentionWeights,
-    Rotation,
     attention_weights,
     key_heads,
     query_heads,
     require_linear_scores,
     require_multi_head,
-    score_offset,
     weighted_values,
 )
 from .cached_numbers import EIGHT_BITS, position_bytes, stored_bytes
 from .value_coordinates import (
     KeyStatistics,
     KeyToValue,
-    ValueCoordinates,
     cached_and_read,
     check_range,
     key_statistics,
@@ -66,31 +64,14 @@ class CacheError:
 
 
 class CacheErrors:
-    """Measures caches of one layer on one text: ``[tokens, d]``, the inputs of its projections.
+    """Measures caches of one layer on one text."""
 
-    Cross-attention has `key_inputs` too, ``[keys, key_d]``. `rotation` is the RoPE of these tokens, or None; for
-    `causal` and `score_bias` see `attention_weights`; with `unrotate`, keys with V-coordinates are cached after RoPE,
-    beside their positions.
-    """
-
-    def __init__(
-        self,
-        weights: AttentionWeights,
-        inputs: Tensor,
-        key_inputs: Tensor | None = None,
-        *,
-        rotation: Rotation | None = None,
-        causal: bool = True,
-        score_bias: Tensor | None = None,
-        unrotate: bool = False,
-    ) -> None:
-        self.weights, self.rotation, self.causal, self.score_bias = weights, rotation, causal, score_bias
-        self.stored_rotation = rotation if unrotate else None
-        self.cross = key_inputs is not None
-        self.inputs = (inputs if key_inputs is None else key_inputs).double()
-        self.query = query_heads(weights, inputs, rotation)
+    def __init__(self, weights: AttentionWeights, text: AttentionInputs) -> None:
+        self.weights, self.text, self.rotation = weights, text, text.rotation
+        self.inputs = text.key_inputs.double()
+        self.query = query_heads(weights, text.inputs, text.rotation)
         self.keys, self.values = weights.keys(self.inputs), weights.values(self.inputs)
-        self.output = self._output(key_heads(weights, self.keys, rotation), self.values)
+        self.output = self._output(key_heads(weights, self.keys, text.rotation), self.values)
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
         """Keys, after RoPE, and values in `dtype`: transformers' own cache."""
@@ -116,14 +97,28 @@ class CacheErrors:
             matrix_dtype = torch.float16 if dtype.itemsize <= 2 else torch.float32
         stored = store_value_coordinates(self.weights, statistics, rank, matrix_dtype=matrix_dtype).double()
         keys = stored.cached_keys(self.weights, self.inputs)
-        cached = cached_and_read(keys, dtype, self.weights.head_dim, self.stored_rotation)
+        cached = cached_and_read(keys, dtype, self.weights.head_dim, self.text.stored_rotation)
         coordinates = self._checked("V-coordinates", stored.coordinates(self.inputs), dtype)
         size = self._bytes(cached.shape[1], dtype) + self._bytes(rank, dtype)
-        if self.stored_rotation is not None:
+        if self.text.stored_rotation is not None:
             size += position_bytes(dtype)
-        plan: PlanName = "k+r" if rank else "k"
-        values = stored.values(cached, coordinates)
-        return self._measured(plan, rank, size, self._scored(stored, cached), values, dtype)
+        scored = key_heads(self.weights, cached + stored.key_offset, self.rotation)
+        return self._measured("k+r" if rank else "k", rank, size, scored, stored.values(cached, coordinates), dtype)
+
+    def of_ranks(
+        self,
+        statistics: KeyStatistics,
+        ranks: Sequence[int],
+        dtype: torch.dtype,
+        matrix_dtype: torch.dtype,
+        refused: dict[PlanName, str],
+    ) -> Iterator[CacheError]:
+        """The `value_coordinates` of these ranks; why others cannot be is put into `refused`, by plan."""
+        for rank in ranks:
+            try:
+                yield self.value_coordinates(statistics, rank, dtype, matrix_dtype=matrix_dtype)
+            except ValueError as reason:
+                refused["k+r" if rank else "k"] = str(reason)
 
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.
@@ -133,14 +128,10 @@ class CacheErrors:
         weights = self.weights
         require_linear_scores(weights, self.rotation)
         cached = self._checked("inputs", self.inputs, dtype)
-        plan: PlanName = "e" if self.cross else "x"
-        size = 0 if self.cross else self._bytes(cached.shape[1], dtype)
-        keys = key_heads(weights, weights.keys(cached))
-        return self._measured(plan, 0, size, keys, weights.values(cached), dtype)
-
-    def _scored(self, stored: ValueCoordinates, cached: Tensor) -> Tensor:
-        offset = score_offset(self.weights, stored.key_offset, self.rotation)
-        return key_heads(self.weights, cached if offset is None else cached + offset, self.rotation)
+        keys, values = key_heads(weights, weights.keys(cached)), weights.values(cached)
+        if self.text.encoded is not None:
+            return self._measured("e", 0, 0, keys, values, dtype)
+        return self._measured("x", 0, self._bytes(cached.shape[1], dtype), keys, values, dtype)
 
     def _checked(self, name: str, cached: Tensor, dtype: torch.dtype) -> Tensor:
         check_range(name, cached, dtype)
@@ -150,9 +141,8 @@ class CacheErrors:
         return stored_bytes(width, dtype, self.weights.head_dim)
 
     def _output(self, keys: Tensor, values: Tensor) -> Tensor:
-        probabilities = attention_weights(
-            self.query, keys, self.weights.score_scale, causal=self.causal, score_bias=self.score_bias
-        )
+        causal, bias = self.text.encoded is None, self.text.score_bias
+        probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=causal, score_bias=bias)
         return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
 
     def _measured(
@@ -194,9 +184,8 @@ class LayerPlan:
         tolerance: Largest acceptable output error, as a multiple of the `baseline`'s.
         cache_dtype: Dtype of keys and V-coordinates that are not in 8 bits, such as ``float16``; inputs, and keys with
             values, are in `model_dtype`.
-        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``; None where keys do not
-            determine values.
-        singular_values: Those of ``W_K``, descending; empty where keys do not determine values.
+        condition, largest_key_to_value: Condition number of ``W_K`` and ``max |W_KV|``, or None.
+        singular_values: Those of ``W_K``, descending; all three only where keys determine values.
         ordinary_int8: Keys and values in int8, the baseline of caches in 8 bits; None without these. Not a candidate:
             keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
@@ -232,34 +221,26 @@ def in_eight_bits(cache: CacheError) -> bool:
 
 def fit_layer(
     weights: AttentionWeights,
-    inputs: Tensor,
-    key_inputs: Tensor | None = None,
+    text: AttentionInputs,
     *,
-    rotation: Rotation | None = None,
-    causal: bool = True,
-    score_bias: Tensor | None = None,
     model_dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     tolerance: float = 2.0,
     rank_shares: Sequence[Fraction] = RANK_SHARES,
     ranks: Sequence[int] = (),
-    eight_bits: torch.dtype | None = None,
-    unrotate: bool = False,
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
     """Measure the caches that a layer may have, and choose the smallest that is accurate enough.
 
-    Offsets, noise and the rounding of matrices are taken from the first half of the text, errors from the second, so
-    that a plan is not judged on the text that it was fitted to. Inputs, rotation, `causal`, `score_bias` and
-    `unrotate` are as of `CacheErrors`.
+    Offsets, noise and the rounding of matrices are taken from the first half of the text's keys, errors from the
+    second, so that a plan is not judged on the text that it was fitted to.
 
     Args:
         model_dtype: Dtype of the model that made the inputs (else rounding them to it counts as an error of a cache of
             inputs), of the ordinary cache and of a cache of inputs.
         cache_dtype: Dtype of keys and V-coordinates; when None fp16 for models in bf16 (three more bits in the same
-            bytes), else the model's.
+            bytes), else the model's. One of `EIGHT_BITS` is tried beside that, also for inputs.
         tolerance: Largest acceptable output error, as a multiple of that of an ordinary cache.
         rank_shares, ranks: Ranks to try, as shares of the width of the values, and further ones.
-        eight_bits: int8 or float8_e4m3fn, to try keys and V-coordinates, and inputs, in this dtype too.
 
     Returns:
         The plan, with ``kv`` always among the candidates, and statistics for `store_value_coordinates` by the cache's
@@ -269,12 +250,14 @@ def fit_layer(
         ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
             finite; `tolerance` is below 1; cross-attention has RoPE.
     """
-    _check_text(inputs, key_inputs, rotation, model_dtype)
+    _check_text(text, model_dtype)
     if not tolerance >= 1:
         raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
-    if cache_dtype is None:
+    eight_bits = cache_dtype if cache_dtype in EIGHT_BITS else None
+    if cache_dtype is None or eight_bits is not None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
-    fitted, stored, errors = _halves(weights, inputs, key_inputs, rotation, causal, score_bias, unrotate)
+    half = len(text.key_inputs) // 2
+    fitted, errors = text.part(slice(half)), CacheErrors(weights, text.part(slice(half, None)))
     ordinary = errors.ordinary(model_dtype)
     if not math.isfinite(ordinary.output_error):
         raise ValueError(
@@ -285,25 +268,22 @@ def fit_layer(
     candidates, refused, statistics = [ordinary], dict[PlanName, str](), dict[str, KeyStatistics]()
     try:
         candidates.append(errors.of_inputs(model_dtype))
-        if eight_bits is not None and key_inputs is None:  # the encoder's output is not cached
+        if eight_bits is not None and text.encoded is None:  # the encoder's output is not cached
             candidates.append(errors.of_inputs(eight_bits))
     except ValueError as reason:
-        refused["x" if key_inputs is None else "e"] = str(reason)
+        refused["x" if text.encoded is None else "e"] = str(reason)
     solved: KeyToValue | None = None
     for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
         try:
             require_multi_head(weights)
-            fit = statistics[dtype_name(dtype)] = key_statistics(weights, fitted, dtype, stored)
+            fit = key_statistics(weights, fitted.key_inputs, dtype, fitted.stored_rotation)
+            statistics[dtype_name(dtype)] = fit
         except ValueError as reason:
             refused["k"] = refused["k+r"] = str(reason)
             continue
         solved = fit.key_to_value
-        width = solved.matrix.shape[1]
-        for rank in sorted({int(width * share) for share in rank_shares} | {0, *ranks}):
-            try:
-                candidates.append(errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype(model_dtype)))
-            except ValueError as reason:
-                refused["k+r" if rank else "k"] = str(reason)
+        tried = sorted({int(len(fit.directions) * share) for share in rank_shares} | {0, *ranks})
+        candidates += errors.of_ranks(fit, tried, dtype, matrix_dtype(model_dtype), refused)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
     plan = LayerPlan(
         chosen=ordinary,
@@ -321,36 +301,12 @@ def fit_layer(
     return replace(plan, chosen=next(filter(plan.accepts, candidates))), statistics
 
 
-def _halves(
-    weights: AttentionWeights,
-    inputs: Tensor,
-    key_inputs: Tensor | None,
-    rotation: Rotation | None,
-    causal: bool,
-    score_bias: Tensor | None,
-    unrotate: bool,
-) -> tuple[Tensor, Rotation | None, CacheErrors]:
-    """The half of the text to fit, the RoPE that its keys are cached after, and errors on the other half."""
-    if key_inputs is not None:
-        half = len(key_inputs) // 2
-        return key_inputs[:half], None, CacheErrors(weights, inputs, key_inputs[half:], causal=causal)
-    half = len(inputs) // 2
-    judged = slice(half, None)
-    part = None if rotation is None else rotation.tokens(judged)
-    bias = None if score_bias is None else score_bias[:, judged, judged]
-    stored = rotation.tokens(slice(half)) if rotation is not None and unrotate else None
-    errors = CacheErrors(weights, inputs[judged], rotation=part, causal=causal, score_bias=bias, unrotate=unrotate)
-    return inputs[:half], stored, errors
-
-
-def _check_text(
-    inputs: Tensor, key_inputs: Tensor | None, rotation: Rotation | None, model_dtype: torch.dtype
-) -> None:
-    if key_inputs is not None and rotation is not None:
+def _check_text(text: AttentionInputs, model_dtype: torch.dtype) -> None:
+    if text.encoded is not None and text.rotation is not None:
         raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
-    if (tokens := len(inputs if key_inputs is None else key_inputs)) < 2:
+    if (tokens := len(text.key_inputs)) < 2:
         raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {tokens}")
-    if not (inputs.isfinite().all() and (key_inputs is None or key_inputs.isfinite().all())):
+    if not (text.inputs.isfinite().all() and text.key_inputs.isfinite().all()):
         reason = "; repair the weights of the layers before, or the calibration input"
         if _is_narrow(model_dtype):
             reason = (

@@ -39,7 +39,7 @@ class SingularKeysError(ValueError):
 class KeyToValue:
     """The matrix from keys to values, ``W_KV`` ``[e, e_v]``, and the singular values of ``W_K``, ``[d]`` descending.
 
-    Both in fp64. The spectrum tells in which dtypes keys can be cached.
+    Both are in fp64. The spectrum tells in which dtypes keys can be cached.
     """
 
     matrix: Tensor
@@ -214,7 +214,7 @@ def round_with_feedback(
 
 
 def shrunk_gram(gram: Tensor, share: float) -> Tensor:
-    """A Gram matrix with a share of its mean diagonal added to the diagonal; the identity added to a zero matrix."""
+    """A Gram matrix with a share of its mean diagonal, or 1 for a zero matrix, added to the diagonal."""
     mean = gram.diagonal().mean()
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     return gram + (share * mean if mean > 0 else 1.0) * identity
@@ -232,12 +232,11 @@ class ScaledColumns:
     scales: Tensor
 
     def double(self) -> Tensor:
-        """The matrix that is stored, ``[rows, columns]``, fp64."""
         return self.values.double() * self.scales.double()
 
 
 def round_columns(matrix: Tensor, feedback: RoundingFeedback | None = None, *, dtype: torch.dtype) -> ScaledColumns:
-    """Round a matrix ``[rows, columns]``, which is finite.
+    """Round a finite matrix ``[rows, columns]``.
 
     With the feedback of its inputs, products with typical inputs change little; without, each entry is rounded to the
     nearest. Rows of a matrix from keys to values multiply strongly correlated coordinates, so that errors of one row
@@ -266,11 +265,14 @@ class StoredValueCoordinates:
     key_offset: Tensor
     from_keys: ScaledColumns
     from_inputs: ScaledColumns
-    directions: Tensor
+    directions: ScaledColumns
     constant: Tensor
 
+    @property
+    def rank(self) -> int:
+        return len(self.directions.values)
+
     def double(self) -> ValueCoordinates:
-        """The same numbers in fp64."""
         parts = self.key_offset, self.from_keys, self.from_inputs, self.directions, self.constant
         return ValueCoordinates(*(part.double() for part in parts))
 
@@ -280,7 +282,6 @@ class KeyStatistics:
     """Statistics of a layer's keys on a calibration text, for V-coordinates of any rank. All fp64.
 
     Attributes:
-        key_to_value: ``W_KV`` and the singular values of ``W_K``.
         key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
         noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
         directions: ``[e_v, e_v]``, from `noisiest_directions`.
@@ -344,7 +345,7 @@ def store_value_coordinates(
         statistics.key_offset,
         round_columns(exact.from_keys, statistics.key_feedback, dtype=matrix_dtype),
         round_columns(exact.from_inputs, statistics.input_feedback, dtype=matrix_dtype),
-        directions,
+        ScaledColumns(directions, torch.ones(width)),
         exact.constant.float(),
     )
 

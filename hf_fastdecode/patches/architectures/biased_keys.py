@@ -5,11 +5,10 @@ precision, which have the 24 bits of fp32; queries have a one for each.
 
 ALiBi (Press et al. 2022) adds ``slope * (key's position - query's)`` to each score, a slope per head. With
 ``position = 256 * high + low`` and ``slope / scale`` as the sum of three parts, each part adds four products: of
-``256 * part`` and `high`, and of ``part`` and `low`, of the key and less those of the query. High and low are whole
-numbers below 256, exact in any dtype, and three parts of half precision have the 24 bits of an fp32 slope, so that
-products are exact up to position 65,535 also in half precision, of which the operators sum products in fp32. They come
-before those of queries and keys themselves, and the query's beside the key's, so that sums stay small near the query:
-what its position adds drops out of the softmax, but sums of partials would round far from 0.
+``256 * part`` and `high`, and of ``part`` and `low`, of the key and less those of the query. All of them are exact up
+to position 65,535, also in half precision, of which the operators sum products in fp32. They come before those of
+queries and keys themselves, and the query's beside the key's, so that sums stay small near the query: what its
+position adds drops out of the softmax, but sums of partials would round far from 0.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ MOST_POSITIONS: Final = _LOW * _LOW
 
 
 def biased_widths(config: Any, key: int, value: int) -> tuple[int, int]:
-    """Elements of a head's key and value with the bias, see `OwnCode.widths`."""
     return key + WIDTH, value + WIDTH
 
 
@@ -76,7 +74,6 @@ def with_ones(query: Tensor) -> Tensor:
 
 
 def widened(values: Tensor) -> Tensor:
-    """Values as wide as their keys."""
     return F.pad(values, (0, WIDTH))
 
 
@@ -108,7 +105,7 @@ def attend_bloom(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `BloomAttention.forward`, which rounds ALiBi to the model's dtype; here it is exact."""
+    """Overrides `BloomAttention.forward`, which rounds ALiBi to the model's dtype; here it is exact."""
     if module.pretraining_tp > 1 and module.slow_but_exact:
         raise Unsupported("with slow_but_exact its attention leaves the bias of its output projection out")
     fused = module.query_key_value(hidden_states).unflatten(-1, (module.num_heads, 3, module.head_dim))
@@ -138,7 +135,7 @@ def attend_mpt(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `MptAttention.forward`: ALiBi over cache slots, which count what a mask hides inside a prompt."""
+    """Overrides `MptAttention.forward`: ALiBi over cache slots, which count what a mask hides inside a prompt."""
     fused = module.Wqkv(hidden_states)
     if module.clip_qkv:
         fused = fused.clamp(min=-module.clip_qkv, max=module.clip_qkv)
@@ -169,7 +166,7 @@ def attend_falcon(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `FalconAttention.forward`: a fused projection of three layouts, then RoPE or ALiBi.
+    """Overrides `FalconAttention.forward`: a fused projection of three layouts, then RoPE or ALiBi.
 
     Falcon repeats the KV heads of the new layout before it caches them; here they are cached once. Its ALiBi is
     rounded to bf16 in models of any dtype, and so a bias of each key.
@@ -217,7 +214,7 @@ def attend_doge(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `DogeAttention.forward`: each key has a gate, made of its values, that is added to its scores.
+    """Overrides `DogeAttention.forward`: each key has a gate, made of its values, that is added to its scores.
 
     Doge makes the gates of all cached keys anew in each pass, and adds them to the mask; here a gate is made once and
     cached with its key. Of rows longer than `keep_window_size`, Doge keeps the keys of the largest gates.
@@ -241,7 +238,7 @@ def attend_doge(
 
 
 def refuse_doge_experts(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-    """Stands in for `DogeCDMoE.forward`, which makes router logits of a token of those of two tokens of a pass."""
+    """Overrides `DogeCDMoE.forward`, which makes router logits of a token of those of two tokens of a pass."""
     raise Unsupported("its router mixes the tokens of a pass")
 
 

@@ -1,18 +1,21 @@
-"""Decoders whose attention code computes with cached keys itself, or counts positions by the cache's length."""
+"""Decoders whose attention code computes with cached keys itself, and text models with other code beside it."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import cache_in, takes_old_name, with_cache
+from ..._compat import CACHE, cache_in, takes_old_name, with_cache
 from ...attention.interface import attend_shared, positions_of_pass, shared_context_attention
-from ...attention.own_code import OwnCode
+from ...attention.own_code import Method, OwnCode
 from ...attention.placeholders import SharedKV
+from ...cache.layers.images import ImageView
 from .encoder_decoders import embed_positions, project_heads
 
 
@@ -27,7 +30,7 @@ def attend_bert(
     sinusoidal_pos: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `forward` of layers of BERT's shape without cross attention: RemBERT, BigBird, RoFormer...
+    """Overrides `forward` of layers of BERT's shape without cross attention: RemBERT, BigBird, RoFormer...
 
     BigBird decodes with full attention, whatever its config asks for; a model makes these layers in its first pass, so
     that its first call runs stock. RoFormer rotates keys, and by its config values, at positions that begin at the
@@ -49,14 +52,14 @@ def attend_bert(
 def attend_gpt2(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `_attn`, which returns ``[rows, heads, tokens, head_dim]``."""
+    """Overrides `_attn`, which returns ``[rows, heads, tokens, head_dim]``."""
     return attend_shared(module, query, key, scaling=query.shape[-1] ** -0.5).transpose(1, 2), None
 
 
 def attend_imagegpt(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `ImageGPTAttention._attn`, of which the config chooses the scale."""
+    """Overrides `ImageGPTAttention._attn`, of which the config chooses the scale."""
     scale = query.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
     if module.scale_attn_by_inverse_layer_idx:
         scale /= module.layer_idx + 1
@@ -66,7 +69,7 @@ def attend_imagegpt(
 def attend_gpt_neo(
     module: Any, query: Tensor, key: SharedKV, value: SharedKV, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands in for `GPTNeoSelfAttention._attn`, which returns ``[rows, heads, tokens, head_dim]``.
+    """Overrides `GPTNeoSelfAttention._attn`, which returns ``[rows, heads, tokens, head_dim]``.
 
     Local layers have a window of slots, for which it takes no mask; scores are not scaled.
     """
@@ -83,7 +86,7 @@ def attend_jetmoe(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None, Tensor]:
-    """Stands in for `JetMoeAttention.forward`: each token's experts have their queries, all over the same KV heads.
+    """Overrides `JetMoeAttention.forward`: each token's experts have their queries, all over the same KV heads.
 
     It repeats keys and values once for each expert of a token before it calls the interface.
     """
@@ -111,7 +114,7 @@ def attend_diffllama(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `DiffLlamaAttention.forward`: each head attends to two values (Ye et al. 2024, eq. 1).
+    """Overrides `DiffLlamaAttention.forward`: each head attends to two values (Ye et al. 2024, eq. 1).
 
     They are those of a KV head in either half of the KV heads. It calls the interface twice, each time with the keys
     of all KV heads and half of the values, repeated. Here the two values of a KV head are cached side by side, and
@@ -137,7 +140,7 @@ def attend_diffllama(
 def attend_llama4(
     module: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Stands in for `Llama4TextAttention.forward`, which scales queries of layers without RoPE by their position.
+    """Overrides `Llama4TextAttention.forward`, which scales queries of layers without RoPE by their position.
 
     It counts from the length of the cache. That is the position of a token in a row without padding, but not in a pass
     that several prompts share.
@@ -157,6 +160,70 @@ def attend_llama4(
     return module.o_proj(attended.flatten(2)), None
 
 
+class _WithoutImages:
+    """A cache of text, in which cross-attention layers find nothing.
+
+    Args:
+        cache: A shared-context cache, or what stands for one in a capture.
+        images: Indices of cross-attention layers.
+    """
+
+    layers = ()
+
+    def __init__(self, cache: Any, images: Any):
+        self._cache, self._images = cache, frozenset(images)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return 0 if layer_idx in self._images else int(self._cache.get_seq_length())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def run_mllama(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Overrides `MllamaTextModel.forward`, which its callers hand the cache by name.
+
+    It looks for images among the keys of all layers. Cross-attention layers find images where the cache holds some,
+    and do not run where it holds none. With text alone the keys are those of a cache that seems to have no layers.
+    """
+    cache = cache_in(kwargs)
+    if isinstance(cache, ImageView):
+        return type(module).forward(module, *args, **kwargs)
+    output = type(module).forward(
+        module, *args, **kwargs | {CACHE: _WithoutImages(cache, module.cross_attention_layers)}
+    )
+    output[CACHE] = cache
+    return output
+
+
+def gaussian_topk(module: Any, inputs: Tensor) -> Tensor:
+    """Overrides `Gemma3nTextMLP._gaussian_topk`: the largest of ``[..., inputs]`` above a quantile, else 0.
+
+    It copies its share of zeros to the device in every pass, which no CUDA graph can hold.
+    """
+    mean, deviation = inputs.mean(-1, keepdim=True), inputs.std(-1, keepdim=True, unbiased=False)
+    return F.relu(inputs - (mean + deviation * _quantile(module.activation_sparsity, inputs.dtype)))
+
+
+@cache
+def _quantile(share: float, dtype: torch.dtype) -> float:
+    """The quantile of the normal distribution below which this share lies, as rounded by transformers."""
+    exact = torch.distributions.Normal(0, 1).icdf(torch.tensor(share, dtype=torch.float32, device="cpu"))
+    return float(exact.to(dtype))
+
+
+def no_mask(module: Any, *args: Any, **kwargs: Any) -> None:
+    """Overrides `Kosmos2TextTransformer._prepare_decoder_attention_mask`, which is causal and hides padding."""
+
+
+def _of_kosmos(stand_ins: Mapping[str, Mapping[str, Method]]) -> OwnCode:
+    return OwnCode(
+        stand_ins,
+        places_tokens=True,
+        not_captured="it derives positions from the length of the cache, which a graph would keep",
+    )
+
+
 _BERT = {
     "big_bird": "BigBirdSelfAttention",
     "blip": "BlipTextSelfAttention",
@@ -170,6 +237,7 @@ DECODERS = {
     "diffllama": OwnCode(
         {"DiffLlamaAttention": {"forward": attend_diffllama}}, widths=lambda config, key, value: (2 * key, 2 * value)
     ),
+    "gemma3n": OwnCode({"Gemma3nTextMLP": {"_gaussian_topk": gaussian_topk}}),
     "gpt_neo": OwnCode({"GPTNeoSelfAttention": {"_attn": attend_gpt_neo}}, reads_masks=True),
     "gpt_neox_japanese": OwnCode({"GPTNeoXJapaneseAttention": {"_attn": attend_gpt2}}, reads_masks=True),
     "imagegpt": OwnCode(
@@ -179,10 +247,13 @@ DECODERS = {
         {"JetMoeAttention": {"forward": attend_jetmoe}},
         not_captured="the host reads how many tokens each of its experts gets (JetMoeTopKGating)",
     ),
+    "kosmos2": _of_kosmos({"Kosmos2TextTransformer": {"_prepare_decoder_attention_mask": no_mask}}),
+    "kosmos2_5": _of_kosmos({}),
     "llama4": OwnCode(
         {"Llama4TextAttention": {"forward": attend_llama4}},
         scales_from=lambda config: int(config.floor_scale) if config.attn_temperature_tuning else None,
     ),
+    "mllama": OwnCode({"MllamaTextModel": {"forward": run_mllama}}, image_mask="cross_attention_mask"),
     "roformer": OwnCode(
         {
             "RoFormerSelfAttention": {"forward": attend_bert},

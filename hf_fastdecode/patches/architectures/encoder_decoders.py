@@ -4,16 +4,14 @@ Learned or sinusoidal positions of BART's family begin at the length of the cach
 padding, and those of a step would be constants in a captured graph. Some of its classes compute attention by their own
 code; the others lack the flag that says that it may be replaced.
 
-M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5 have sinusoidal positions that follow from a decoder's ids. A pass
-counts its tokens from the length of the cache, but for those of padding, which all have one position, whose row of the
-table is zeros. In a captured step that length is a tensor. The classes' own code makes positions of it, but it asks on
-the host whether the table is long enough. Here the table is chosen once for each capture, by the longest row that its
-steps serve: the module's own, or a longer one where the class lets its table grow with the cache. Speech2Text and
-SpeechT5 do not; longer rows run eagerly, until they end or fail as in stock.
+Sinusoidal positions of M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5 follow from a decoder's ids, counted from
+the cache's length, a tensor in a captured step. The classes' code asks on the host whether its table is long enough.
+So the table is chosen once for each capture, by the longest row that its steps serve: the module's, or a longer one
+where the class lets its table grow. Rows that outgrow the others run eagerly, until they end or fail as in stock.
 
 T5 and its relatives have biases by distance, which their attention makes over all slots of the cache. They are made
-once per distance here, by the module's own code, and added to the scores of self-attention. Biases of cross-attention
-are zeros. transformers rounds biases to the model's dtype; here they are added in fp32.
+once per distance here, by the module's own code, and added to the scores of self-attention in fp32; those of
+cross-attention are zeros.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ def attend_beside_encoder(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for attention of SpeechT5, LED and TrOCR to a decoder's tokens, or to the encoder's output."""
+    """Overrides attention of SpeechT5, LED and TrOCR to a decoder's tokens, or to the encoder's output."""
     if position_bias is not None or not isinstance(cache, EncoderDecoderCache):
         raise Unsupported(f"{type(module).__name__} biases its scores, or has no cache of a decoder")
     encoded = hidden_states if key_value_states is None else key_value_states
@@ -71,13 +69,13 @@ def attend_and_return_cache(module: Any, *args: Any, **kwargs: Any) -> tuple[Ten
 
 
 def embed_slots(module: Any, shape: torch.Size, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands in for `LEDLearnedPositionalEmbedding.forward` where the cache's length is a tensor, as in a capture."""
+    """Overrides `LEDLearnedPositionalEmbedding.forward` where the cache's length is a tensor, as in a capture."""
     length = kwargs.get(CACHE_LENGTH, args[0] if args else 0)
     return F.embedding(length + torch.arange(shape[1], device=module.weight.device), module.weight)
 
 
 def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands in for `forward` of the positions' embeddings: ``[rows or 1, tokens, width]``."""
+    """Overrides `forward` of the positions' embeddings: ``[rows or 1, tokens, width]``."""
     if (positions := given_positions()) is None:  # of an encoder-decoder's pass, which counts from the cache's length
         own: Tensor = type(module).forward(module, *args, **kwargs)
         return own
@@ -94,7 +92,7 @@ def attend_bart(
     attn_prompt: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `forward` of attention layers with code of their own."""
+    """Overrides `forward` of attention layers with code of their own."""
     if attn_prompt is not None:
         raise Unsupported("its layers have keys and values of trained prompts")
     if isinstance(cache, EncoderDecoderCache):
@@ -114,7 +112,7 @@ def _bart(positions: str, attention: str | None = None) -> OwnCode:
 
 
 def embed_sinusoidal(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands in for `forward` of the positions' embeddings in captured passes: ``[rows, tokens, width]``.
+    """Overrides `forward` of the positions' embeddings in captured passes: ``[rows, tokens, width]``.
 
     `table_for` gives a module's table for rows of up to so many tokens, ``[positions, width]``. Raises Unsupported
     where rows of a captured step may outgrow it.
@@ -163,7 +161,7 @@ def attend_t5(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Stands in for `T5Attention.forward`, whose first layer makes the biases of all."""
+    """Overrides `T5Attention.forward`, whose first layer makes the biases of all."""
     if key_value_states is not None:
         return _t5_cross(module, hidden_states, key_value_states, cache, mask), None, None
     if position_bias is None and module.has_relative_attention_bias:
@@ -180,7 +178,7 @@ def attend_umt5(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Stands in for `UMT5Attention.forward`, where each layer has biases of its own."""
+    """Overrides `UMT5Attention.forward`, where each layer has biases of its own."""
     if encoder_hidden_states is not None:
         return _t5_cross(module, hidden_states, encoder_hidden_states, cache, attention_mask), None
     return _t5_self(module, hidden_states, cache, biases_by_distance(module)), None

@@ -1,9 +1,9 @@
 """Multi-head latent attention: DeepSeek-V2 and V3, and those that follow them.
 
-Their attention makes keys and values of all latents that ``update`` returns, by ``expand_kv``, and hands them to the
-interface. Passes of prefill get keys and values that `LatentStorage` has made. In steps, each head's query takes in
-the product that would make its keys of latents, and the mean of the latents that it sees becomes that of its values
-(DeepSeek-V2, section 2.1.2). Nodes that are expanded are attended to by the query as it is, and merged.
+Their attention makes keys and values of all latents that ``update`` returns, by ``expand_kv``. Passes of prefill get
+keys and values that `LatentStorage` has made. In steps, each head's query takes in the product that would make its
+keys of latents, and the mean of the latents that it sees becomes that of its values (DeepSeek-V2, section 2.1.2).
+Nodes that are expanded are attended to by the query as it is, and merged.
 """
 
 from __future__ import annotations

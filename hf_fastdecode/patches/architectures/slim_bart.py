@@ -6,13 +6,12 @@ from transformers.models.bart import modeling_bart as bart
 
 from ..decoder import encoder_decoder_classes
 from ..encoder_decoder_configs import SlimBartConfig
-from ..layers.family import EncoderDecoder
+from ..layers.family import Family
 
 SlimBartAttention, SlimBartModel, SlimBartForConditionalGeneration = encoder_decoder_classes(SlimBartConfig, bart)
-FAMILY = EncoderDecoder.of(
+FAMILY = Family.of(
     SlimBartForConditionalGeneration,
-    SlimBartModel,
     embedding="model.shared.weight",
-    decoder="model.decoder.",
+    layers="model.decoder.layers.",
     renamed={start: f"model.{start}" for start in ("shared.", "encoder.", "decoder.")},
 )

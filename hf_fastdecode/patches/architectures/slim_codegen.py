@@ -11,12 +11,13 @@ from transformers.models.codegen import modeling_codegen as codegen
 
 from ..._compat import CACHE, CODEGEN_MAKES_TABLES_ONCE
 from ...cache.shared import SharedContextCache
+from ...conversion.fit.attention import Tables
+from ..config_base import SlimLayer
 from ..decoder import SlimCausalLM, SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
-from ..layers.rotation import ROTATION, Rotation, Tables, forest_rotation, key_positions, visible_slots
+from ..layers.rotation import ROTATION, Rotation, forest_rotation, key_positions, visible_slots
 from ..slim_configs import SlimCodeGenConfig
-from ..slim_layers import SlimLayer
 
 
 class _Attention(SlimAttention):
@@ -67,12 +68,7 @@ class _Attention(SlimAttention):
 class _Decoder(SlimRotaryDecoder):
     blocks = "h"
     attention = "attn"
-
-    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        return super().rotation(query_positions, key_positions) if CODEGEN_MAKES_TABLES_ONCE else {}
-
-    def forest_rotation(self, cache: SharedContextCache, position_ids: Tensor) -> dict[str, Rotation]:
-        return super().forest_rotation(cache, position_ids) if CODEGEN_MAKES_TABLES_ONCE else {}
+    hands_rotation_on = CODEGEN_MAKES_TABLES_ONCE
 
     def tables(self, positions: Tensor) -> Tables:
         """cos and sin, ``[rows or 1, tokens, rotated]`` in fp32, of positions ``[rows or 1, tokens]``."""
@@ -119,15 +115,10 @@ SlimCodeGenAttention, SlimCodeGenModel, SlimCodeGenForCausalLM = slim_classes(
 )
 FAMILY = Family.of(
     SlimCodeGenForCausalLM,
-    codegen.CodeGenBlock,
-    rotary,
-    layout="interleaved",
+    rotary=rotary,
     embedding="transformer.wte.weight",
-    layers="transformer.h.",
-    attention="attn.",
     # Four parts, each of queries, values and keys of a quarter of the heads, whatever device trained it.
     fused=Fused("qkv_proj", blocks=lambda config: 4, order="qvk"),
-    output="out_proj",
     run_layer=run_layer,
     buffers={"embed_positions": positions_table},
     left_out=(".attn.bias", ".attn.masked_bias", ".attn.causal_mask"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.cohere import modeling_cohere as cohere
 
 from ..decoder import SlimCausalLM, slim_classes
@@ -14,26 +14,10 @@ from ..slim_configs import SlimCohereConfig
 
 
 class _Attention(SlimAttention):
-    """Layer norms of each head of queries and keys, ``[rows, tokens, heads * head_dim]``, if the config has some."""
-
     interleaved = True
-    use_qk_norm: bool
-    q_norm: nn.Module
-    k_norm: nn.Module
 
-    @property
-    def normalizes_keys(self) -> bool:
-        return self.use_qk_norm
-
-    @property
-    def normalizes_queries(self) -> bool:
-        return self.use_qk_norm
-
-    def query_norm(self, query: Tensor) -> Tensor:
-        return self.q_norm(query.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else query
-
-    def key_norm(self, keys: Tensor) -> Tensor:
-        return self.k_norm(keys.unflatten(-1, (-1, self.head_dim))).flatten(-2) if self.use_qk_norm else keys
+    def norm(self, module: Any, x: Tensor) -> Tensor:
+        return module(x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
 
 class _Model(SlimCausalLM):
@@ -46,10 +30,4 @@ class _Model(SlimCausalLM):
 SlimCohereAttention, SlimCohereModel, SlimCohereForCausalLM = slim_classes(
     SlimCohereConfig, cohere, attention=_Attention, model=_Model
 )
-FAMILY = Family.of(
-    SlimCohereForCausalLM,
-    cohere.CohereDecoderLayer,
-    cohere.CohereRotaryEmbedding,
-    layout="interleaved",
-    norm=layer_norm,
-)
+FAMILY = Family.of(SlimCohereForCausalLM, norm=layer_norm)

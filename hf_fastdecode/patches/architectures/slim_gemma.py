@@ -34,8 +34,6 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
 SlimGemmaAttention, SlimGemmaModel, SlimGemmaForCausalLM = slim_classes(SlimGemmaConfig, gemma)
 FAMILY = Family.of(
     SlimGemmaForCausalLM,
-    gemma.GemmaDecoderLayer,
-    gemma.GemmaRotaryEmbedding,
     refusal=refusal,
     embed=embed,
     buffers={"embed_scale": embed_scale},

@@ -55,13 +55,8 @@ SlimGPT2Attention, SlimGPT2Model, SlimGPT2LMHeadModel = slim_classes(
 )
 FAMILY = Family.of(
     SlimGPT2LMHeadModel,
-    gpt2.GPT2Block,
-    None,
     embedding="transformer.wte.weight",
-    layers="transformer.h.",
-    attention="attn.",
     fused=Fused("c_attn", conv1d=True),
-    output="c_proj",
     output_conv1d=True,
     scale=scale,
     refusal=refusal,

@@ -37,13 +37,8 @@ SlimGPTNeoXAttention, SlimGPTNeoXModel, SlimGPTNeoXForCausalLM = slim_classes(
 )
 FAMILY = Family.of(
     SlimGPTNeoXForCausalLM,
-    gpt_neox.GPTNeoXLayer,
-    gpt_neox.GPTNeoXRotaryEmbedding,
     embedding="gpt_neox.embed_in.weight",
-    layers="gpt_neox.layers.",
-    attention="attention.",
     fused=Fused("query_key_value", blocks=lambda config: config.num_attention_heads),
-    output="dense",
     left_out=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
     renamed={"embed_out.": "lm_head."},
 )

@@ -13,4 +13,4 @@ from ..layers.family import Family
 from ..slim_configs import SlimLlamaConfig
 
 SlimLlamaAttention, SlimLlamaModel, SlimLlamaForCausalLM = slim_classes(SlimLlamaConfig, llama)
-FAMILY = Family.of(SlimLlamaForCausalLM, llama.LlamaDecoderLayer, llama.LlamaRotaryEmbedding)
+FAMILY = Family.of(SlimLlamaForCausalLM)

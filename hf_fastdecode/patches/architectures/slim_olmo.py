@@ -19,4 +19,4 @@ def refusal(config: Any) -> str | None:
 
 
 SlimOlmoAttention, SlimOlmoModel, SlimOlmoForCausalLM = slim_classes(SlimOlmoConfig, olmo)
-FAMILY = Family.of(SlimOlmoForCausalLM, olmo.OlmoDecoderLayer, olmo.OlmoRotaryEmbedding, refusal=refusal)
+FAMILY = Family.of(SlimOlmoForCausalLM, refusal=refusal)

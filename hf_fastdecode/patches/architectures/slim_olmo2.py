@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.olmo2 import modeling_olmo2 as olmo2
 
 from ..decoder import slim_classes
-from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family
 from ..slim_configs import SlimOlmo2Config
-
-
-class _Attention(SlimAttention):
-    """RMS norms of queries and keys over all heads, ``[rows, tokens, heads * head_dim]``."""
-
-    q_norm: nn.Module
-    k_norm: nn.Module
-
-    def query_norm(self, query: Tensor) -> Tensor:
-        return self.q_norm(query)
-
-    def key_norm(self, keys: Tensor) -> Tensor:
-        return self.k_norm(keys)
 
 
 def rms_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
@@ -31,5 +17,5 @@ def rms_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
     return weight * x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
 
 
-SlimOlmo2Attention, SlimOlmo2Model, SlimOlmo2ForCausalLM = slim_classes(SlimOlmo2Config, olmo2, attention=_Attention)
-FAMILY = Family.of(SlimOlmo2ForCausalLM, olmo2.Olmo2DecoderLayer, olmo2.Olmo2RotaryEmbedding, norm=rms_norm)
+SlimOlmo2Attention, SlimOlmo2Model, SlimOlmo2ForCausalLM = slim_classes(SlimOlmo2Config, olmo2)
+FAMILY = Family.of(SlimOlmo2ForCausalLM, norm=rms_norm)

@@ -30,6 +30,8 @@ class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
     """OPT's decoder, as `SlimOPTForCausalLM` names it."""
 
     config_class = SlimOPTConfig
+    slim_attention = SlimOPTAttention
+    blocks, attention = "decoder.layers", "self_attn"
 
     def __init__(self, config: Any) -> None:
         opt.OPTPreTrainedModel.__init__(self, config)  # not OPTModel's, which makes an ordinary decoder
@@ -39,7 +41,7 @@ class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
 
 class SlimOPTForCausalLM(SlimCausalLM, opt.OPTForCausalLM):
     config_class = SlimOPTConfig
-    slim_decoder = SlimOPTModel
+    slim_base = SlimOPTModel
 
     @staticmethod
     def make_head(config: Any) -> nn.Linear:
@@ -57,11 +59,7 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
 
 FAMILY = Family.of(
     SlimOPTForCausalLM,
-    opt.OPTDecoderLayer,
-    None,
     embedding="model.decoder.embed_tokens.weight",
-    layers="model.decoder.layers.",
-    output="out_proj",
     embed=embed,
     renamed={"decoder.": "model.decoder."},
 )

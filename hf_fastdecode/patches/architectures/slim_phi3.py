@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.models.phi3 import modeling_phi3 as phi3
 
@@ -9,7 +11,6 @@ from ..._compat import all_tokens_without_cache
 from ..decoder import SlimCausalLM, SlimRotaryDecoder, slim_classes
 from ..layers.attention_layer import SlimAttention
 from ..layers.family import Family, Fused
-from ..layers.rotation import Rotation
 from ..slim_configs import SlimPhi3Config
 
 
@@ -18,14 +19,12 @@ class _Attention(SlimAttention):
 
 
 class _Decoder(SlimRotaryDecoder):
-    def rotation(self, query_positions: Tensor, key_positions: Tensor | None) -> dict[str, Rotation]:
-        """As the base class, without positions after the last query's: ``longrope`` goes by the largest position.
+    def key_positions(self, position_ids: Tensor, *args: Any) -> Tensor:
+        """Positions up to the last query's: ``longrope`` goes by the largest position.
 
         Those of unused slots and padding may be larger, and would give keys other frequencies than queries.
         """
-        if key_positions is not None:
-            key_positions = key_positions.clamp(max=query_positions.max())
-        return super().rotation(query_positions, key_positions)
+        return super().key_positions(position_ids, *args).clamp(max=position_ids.max())
 
 
 class _Model(SlimCausalLM):
@@ -35,10 +34,4 @@ class _Model(SlimCausalLM):
 SlimPhi3Attention, SlimPhi3Model, SlimPhi3ForCausalLM = slim_classes(
     SlimPhi3Config, phi3, attention=_Attention, decoder=_Decoder, model=_Model
 )
-FAMILY = Family.of(
-    SlimPhi3ForCausalLM,
-    phi3.Phi3DecoderLayer,
-    phi3.Phi3RotaryEmbedding,
-    fused=Fused("qkv_proj"),
-    longrope=True,
-)
+FAMILY = Family.of(SlimPhi3ForCausalLM, fused=Fused("qkv_proj"), longrope=True)

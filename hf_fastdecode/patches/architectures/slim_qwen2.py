@@ -19,4 +19,4 @@ def refusal(config: Any) -> str | None:
 
 
 SlimQwen2Attention, SlimQwen2Model, SlimQwen2ForCausalLM = slim_classes(SlimQwen2Config, qwen2)
-FAMILY = Family.of(SlimQwen2ForCausalLM, qwen2.Qwen2DecoderLayer, qwen2.Qwen2RotaryEmbedding, refusal=refusal)
+FAMILY = Family.of(SlimQwen2ForCausalLM, refusal=refusal)

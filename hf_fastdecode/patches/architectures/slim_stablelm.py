@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,16 +18,14 @@ from ..slim_configs import SlimStableLmConfig
 
 
 class _Attention(SlimAttention):
-    """Layer norms of each head of queries and keys, ``[rows, tokens, heads * head_dim]`` in fp32, if any."""
+    """Each head of queries and keys has a norm of its own, computed in fp32."""
 
-    qk_layernorm: bool
-    q_layernorm: Any
-    k_layernorm: Any
+    norms = ("q_layernorm", "k_layernorm")
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.qk_layernorm:
-            for norm in (*self.q_layernorm.norms, *self.k_layernorm.norms):
+        for name in self.norms:
+            for norm in getattr(self._modules.get(name), "norms", ()):
                 norm.__class__ = HeadNorm
 
     def forward(
@@ -36,30 +34,14 @@ class _Attention(SlimAttention):
         """Attend as `SlimAttention.forward` does, with the rotation as `position_embeddings`."""
         return super().forward(hidden_states, **{ROTATION: position_embeddings}, **kwargs)
 
-    @property
-    def normalizes_keys(self) -> bool:
-        return self.qk_layernorm
-
-    @property
-    def normalizes_queries(self) -> bool:
-        return self.qk_layernorm
-
-    def query_norm(self, query: Tensor) -> Tensor:
-        return head_norms(self.q_layernorm.norms, query) if self.qk_layernorm else query
-
-    def key_norm(self, keys: Tensor) -> Tensor:
-        return head_norms(self.k_layernorm.norms, keys) if self.qk_layernorm else keys
-
-
-def head_norms(norms: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Layer norm of each head of ``[rows, tokens, heads * head_dim]`` by that head's norm, a module."""
-    heads = x.to(wide(x.dtype)).chunk(len(norms), -1)
-    return torch.cat([norm(head) for norm, head in zip(norms, heads, strict=True)], -1)
+    def norm(self, module: Any, x: Tensor) -> Tensor:
+        heads = x.to(wide(x.dtype)).chunk(len(module.norms), -1)
+        return torch.cat([norm(head) for norm, head in zip(module.norms, heads, strict=True)], -1)
 
 
 class HeadNorm(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``[..., head_dim]``."""
+        """Normalize ``[..., head_dim]`` in its dtype."""
         return nn.functional.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), None, self.eps)
 
 
@@ -86,10 +68,4 @@ def norm_weight(plain: Mapping[str, Tensor], part: str) -> Tensor | None:
 SlimStableLmAttention, SlimStableLmModel, SlimStableLmForCausalLM = slim_classes(
     SlimStableLmConfig, stablelm, attention=_Attention, decoder=_Decoder
 )
-FAMILY = Family.of(
-    SlimStableLmForCausalLM,
-    stablelm.StableLmDecoderLayer,
-    stablelm.StableLmRotaryEmbedding,
-    norm=layer_norm,
-    norm_weight=norm_weight,
-)
+FAMILY = Family.of(SlimStableLmForCausalLM, norm=layer_norm, norm_weight=norm_weight)

@@ -11,34 +11,29 @@ from transformers.models.t5 import modeling_t5 as t5
 
 from ..._compat import takes_cache
 from ...cache.layers.cross import CrossView
+from ..config_base import SlimLayer
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimT5Config
 from ..layers.decoder_attention import SlimDecoderAttention
-from ..layers.family import EncoderDecoder
+from ..layers.family import Family
 from ..layers.slim_attention import causal_mask
-from ..slim_layers import SlimLayer
 from .encoder_decoders import biases_by_distance
 
 
 class _Attention(SlimDecoderAttention):
-    projections = ("q", "k", "v", "o")
-    n_heads: int
+    projections = ("q", "k", "v")
+    output_projection = "o"
     compute_bias: Callable[..., Tensor]
 
-    @property
-    def num_heads(self) -> int:  # type: ignore[override]
-        return self.n_heads
+    def __init__(self, layer: SlimLayer, cross: bool, **ordinary: Any) -> None:
+        config = ordinary["config"]
+        self.num_heads, self.head_dim = config.num_heads, config.d_kv
+        super().__init__(layer, cross, **ordinary)
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
-        return cls(
-            layer,
-            cross,
-            config=ordinary.config,
-            has_relative_attention_bias=ordinary.has_relative_attention_bias,
-            layer_idx=ordinary.layer_idx,
-            is_causal=ordinary.is_causal,
-        )
+        names = ("config", "has_relative_attention_bias", "layer_idx", "is_causal")
+        return cls(layer, cross, **{name: getattr(ordinary, name) for name in names})
 
     @takes_cache
     def forward(
@@ -110,12 +105,11 @@ def refusal(config: Any) -> str | None:
     )
 
 
-FAMILY = EncoderDecoder.of(
+FAMILY = Family.of(
     SlimT5ForConditionalGeneration,
-    SlimT5Model,
     embedding="shared.weight",
-    decoder="decoder.",
-    scale=1.0,
+    layers="decoder.block.",
+    scale=lambda config, index: 1.0,
     score_bias=score_bias,
-    other_refusal=refusal,
+    refusal=refusal,
 )

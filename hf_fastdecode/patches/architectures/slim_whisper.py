@@ -10,14 +10,14 @@ from transformers.models.whisper import modeling_whisper as whisper
 
 from ..decoder import SlimEncoderDecoder, encoder_decoder_classes
 from ..encoder_decoder_configs import SlimWhisperConfig
-from ..layers.family import EncoderDecoder
+from ..layers.family import Family
 
 
 class _Model(SlimEncoderDecoder):
     def _prepare_decoder_input_ids_for_generation(
         self, batch_size: int, model_input_name: str, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> tuple[Tensor, dict[str, Any]]:
-        """As transformers does for ``model_type == "whisper"``: nothing is put before given tokens."""
+        """Put nothing before given tokens, as transformers does for ``model_type == "whisper"``."""
         for name in ("decoder_input_ids", "input_ids"):
             if model_kwargs.get(name) is not None:
                 return model_kwargs.pop(name), model_kwargs
@@ -29,11 +29,10 @@ class _Model(SlimEncoderDecoder):
 SlimWhisperAttention, SlimWhisperModel, SlimWhisperForConditionalGeneration = encoder_decoder_classes(
     SlimWhisperConfig, whisper, model=_Model
 )
-FAMILY = EncoderDecoder.of(
+FAMILY = Family.of(
     SlimWhisperForConditionalGeneration,
-    SlimWhisperModel,
     embedding="model.decoder.embed_tokens.weight",
-    decoder="model.decoder.",
+    layers="model.decoder.layers.",
     auto=AutoModelForSpeechSeq2Seq,
     audio=True,
 )

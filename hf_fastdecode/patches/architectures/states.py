@@ -17,29 +17,18 @@ from ..._compat import CACHE, cache_in, with_cache
 from ...attention.own_code import OwnCode, OwnStates
 
 
-class _LightningStates:
-    """A shared-context cache with the methods of `MiniMaxCache` that `MiniMaxLightningAttention.forward` calls."""
-
-    def __init__(self, cache: Any):
-        self._layers = cache.layers
-
-    def get_linear_cache(self, layer: int) -> Tensor | None:
-        """The rows' state of a layer, ``[rows, heads, head_dim, head_dim]``; None before their first token."""
-        states = self._layers[layer].kept_states
-        return None if states is None else states[0]
-
-    def set_linear_cache(self, layer: int, state: Tensor) -> None:
-        self._layers[layer].keep_states((state,))
-
-
 def attend_minimax(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-    """Stands in for `MiniMaxLightningAttention.forward`, which continues from a state token by token only."""
-    states = _LightningStates(cache_in(kwargs))
-    state = states.get_linear_cache(module.layer_idx)
+    """Overrides `MiniMaxLightningAttention.forward`, which continues from a state token by token only."""
+    layer = cache_in(kwargs).layers[module.layer_idx]
+    (state,) = layer.kept_states or (None,)  # [rows, heads, head_dim, head_dim]
     if state is not None and hidden_states.shape[1] > 1:
         out, state = _continue_minimax(module, hidden_states, kwargs.get("attention_mask"), state)
-        states.set_linear_cache(module.layer_idx, state)
+        layer.keep_states((state,))
         return out, state
+    # The methods of `MiniMaxCache` that it calls.
+    states = SimpleNamespace(
+        get_linear_cache=lambda index: state, set_linear_cache=lambda index, new: layer.keep_states((new,))
+    )
     return type(module).forward(module, hidden_states, **with_cache(kwargs, states))
 
 
@@ -64,12 +53,12 @@ def _continue_minimax(module: Any, hidden_states: Tensor, mask: Tensor | None, s
 
 
 def run_minimax(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `MiniMaxModel.forward`, which checks the class of its cache if told to use one."""
+    """Overrides `MiniMaxModel.forward`, which checks the class of its cache if told to use one."""
     return type(module).forward(module, *args, **kwargs | {"use_cache": False})
 
 
 def run_recurrent_gemma(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `RecurrentGemmaModel.forward`: lends the rows' states to the blocks for the time of the pass.
+    """Overrides `RecurrentGemmaModel.forward`: lends the rows' states to the blocks for the time of the pass.
 
     Its blocks keep the states of the last pass, of whichever rows, in attributes. Padding enters the convolutions, and
     a pass of several tokens begins them anew.
@@ -91,7 +80,7 @@ def run_recurrent_gemma(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_xlstm(module: Any, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
-    """Stands in for `xLSTMModel.forward`, which overwrites the three states of each block, which padding enters too.
+    """Overrides `xLSTMModel.forward`, which overwrites the three states of each block, which padding enters too.
 
     They are in an `xLSTMCache`, or in an object with its attributes.
     """

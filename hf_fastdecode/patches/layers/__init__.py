@@ -1,1 +1,1 @@
-"""What slim architectures share: attention layers, their caches' layouts, and families as data (names of weights)."""
+"""Shared parts of slim architectures: attention layers, cached tokens and values, and families as data."""

@@ -22,46 +22,41 @@ from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV
 from ...cache.layers.attention import require_dtype
 from ...cache.shared import SharedContextCache
+from ...conversion.fit.attention import Tables
 from ...errors import Unsupported
 from ...kernels.failures import KernelFailedError
-from ..slim_layers import SlimLayer
+from ..config_base import SlimLayer
 from .kernel_attention import (
     attend_in_few_launches,
     averages_by_kernel,
     cached_attention,
+    captured_attention,
     kernel_refusal,
     layer_refusal,
     partial_of,
 )
-from .rotation import OF_SLOTS, ROTATION, Rotation, Tables, takes_kernels
+from .rotation import ROTATION, Rotation, takes_kernels
 from .slim_attention import (
-    InputProjection,
-    KeyProjection,
     attention_scores,
     cache_dtype,
     check_trainable,
-    slim_attention,
 )
 from .slim_tokens import CachedTokens, SlimTokens
-from .slim_values import SlimValues
 
 
 class SlimAttention(SlimTokens):
     """Attention that caches keys from before QK-norm, and V-coordinates, in the place of keys and values.
 
     Keys are cached before RoPE, or after it, beside their positions (`SlimConfig.slim_rope`). Without norm and RoPE,
-    plan ``x`` caches the layer's inputs instead, with all weights as in the ordinary layer.
-
-    Precedes an architecture's own class among base classes, of which it keeps output projection, dropouts and scale.
-    The layer's plan is not ``kv``.
+    plan ``x`` caches the layer's inputs instead, with all weights as in the ordinary layer. Precedes an architecture's
+    own class among base classes, of which it keeps output projection, dropouts and scale; the plan is not ``kv``.
 
     Attributes:
-        values_from: Name of the ordinary layer's value projection, which only plan ``x`` keeps. If it is fused with
-            those of queries and keys, the slim layer has ``q_proj``, ``k_proj`` and, for plan ``x``, ``v_proj``
-            instead, so that keys leave their accumulator in fp32.
+        values_from: Name of the ordinary layer's value projection. If it is fused with those of queries and keys, the
+            slim layer has separate ones, so that keys leave their accumulator in fp32.
         output_projection: Name of the output projection.
 
-    Architectures also override `interleaved`, `query_norm`, `key_norm`, `output`, `dropout_share` where they differ.
+    Architectures also override `interleaved`, `norms`, `output`, `dropout_share` where they differ.
     """
 
     values_from: ClassVar[str] = "v_proj"
@@ -78,11 +73,7 @@ class SlimAttention(SlimTokens):
         inputs, width = config.hidden_size, config.num_attention_heads * self.head_dim
         if not hasattr(self, "q_proj"):
             self.q_proj = nn.Linear(inputs, width, bias=bias)
-        if layer.plan == "x":
-            self.k_proj, self.v_proj = (InputProjection(inputs, width, bias=bias) for _ in "kv")
-        else:
-            self.k_proj = KeyProjection(inputs, width, bias=bias)
-            self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, config.slim_matrix_dtype))
+        self.make_projections(config.num_attention_heads, inputs, width, key_bias=bias, value_bias=bias)
 
     @takes_cache
     def forward(
@@ -96,15 +87,18 @@ class SlimAttention(SlimTokens):
         """Attend, with the ordinary layer's arguments, but `ROTATION` in the place of `position_embeddings`.
 
         Raises:
-            ValueError: `ROTATION` is missing, since the layer is not called by a slim model; the layer caches in 8
-                bits and is being trained; a `QuantizedCache` would round positions; or the cache holds tokens of
-                another `slim_rope` or model.
+            ValueError: The layer is not called by a slim model, which gives it `ROTATION`; it caches in 8 bits and is
+                being trained; a `QuantizedCache` would round positions; or the cache holds tokens of another
+                `slim_rope` or model.
+            Unsupported: See `check_shared`.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
             raise ValueError(f"a slim attention layer needs {ROTATION}; call it through a slim model")
+        if isinstance(cache, SharedContextCache | CapturedCache):
+            check_shared(self.config, attention_mask)
         if isinstance(cache, CapturedCache):
-            out = captured_in_few_launches(self, hidden_states, cache, rotation, attention_mask)
+            out = attend_in_few_launches(self, hidden_states, cache, rotation)
             if out is not None:
                 return self.output(out), None
         query = self.q_proj(hidden_states)
@@ -119,45 +113,37 @@ class SlimAttention(SlimTokens):
             )
         exact = self.to_cache(hidden_states)
         if isinstance(cache, SharedContextCache):
-            out = shared_attention(self, query, *exact, cache, rotation, attention_mask)
-            return self.output(out), None
+            return self.output(shared_attention(self, query, *exact, cache, rotation)), None
         if isinstance(cache, CapturedCache):
-            out = captured_attention(self, query, *exact, cache, rotation, attention_mask)
-            return self.output(out), None
-        with no_autocast(query.device):  # which does not concatenate fp16
-            keys, coordinates = self.stored(*exact, stored_dtype, rotation)
-            if cache is not None:
-                if (held := values_held(cache, self.layer_idx)) is not None:
-                    self.require_layout(held)
-                keys, coordinates = cache.update(keys, coordinates, self.layer_idx)
-        dropout = self.dropout_share() if self.training else 0.0
-        threshold, weights_wanted = self.config.slim_sparsity_threshold, self.weights_wanted(kwargs)
+            return self.output(captured_attention(self, query, exact, cache, rotation)), None
+        cached = self._update(cache, exact, stored_dtype, rotation)
+        dropout, weights_wanted = self.dropout_share() if self.training else 0.0, self.weights_wanted(kwargs)
         query = self.scored_query(query, rotation and rotation.tokens)
-        with no_autocast(query.device):
-            if not dropout and not threshold and not weights_wanted:
-                by_kernel = cached_attention(self, query, Segment(keys, coordinates), rotation, attention_mask)
-                if by_kernel is not None:
-                    return self.output(by_kernel.transpose(1, 2).flatten(2).to(dtype)), None
-            tokens = self.read(keys, coordinates, rotation and rotation.keys)
-            query, scored = self.score_operands(query, tokens, dropout=dropout)
-        out, weights = slim_attention(
-            query,
-            scored,
-            tokens.keys,
-            tokens.coordinates,
-            self.values,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            threshold=threshold,
-            dtype=dtype,
-            weights_wanted=weights_wanted,
-        )
+        if not dropout and not weights_wanted and not self.config.slim_sparsity_threshold:
+            with no_autocast(query.device):
+                by_kernel = cached_attention(self, query, cached, rotation, attention_mask)
+            if by_kernel is not None:
+                return self.output(by_kernel.transpose(1, 2).flatten(2).to(dtype)), None
+        given = {"dtype": dtype, "dropout": dropout, "weights_wanted": weights_wanted}
+        out, weights = self.attend_to(query, cached, rotation and rotation.keys, attention_mask, **given)
         return self.output(out), weights
+
+    def _update(
+        self, cache: Any, exact: tuple[Tensor, Tensor], dtype: torch.dtype, rotation: Rotation | None
+    ) -> Segment:
+        """Add tokens to one of transformers' caches, or to None, and return all of them as they are cached."""
+        with no_autocast(exact[0].device):  # which does not concatenate fp16
+            new = self.stored(*exact, dtype, rotation)
+            if cache is None:
+                return new
+            layers = getattr(cache, "layers", ())
+            held = getattr(layers[self.layer_idx], "values", None) if self.layer_idx < len(layers) else None
+            if held is not None and held.dim() == 4:
+                self.require_layout(held)
+            return Segment(*cache.update(*new, self.layer_idx))
 
     @property
     def no_captured_steps(self) -> str | None:
-        """Why decode steps with this layer cannot be captured; None if no reason is known."""
         if (reason := layer_refusal(self)) is not None:
             return f"slim_decode does not attend to what layer {self.layer_idx} caches: {reason}"
         kind = (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
@@ -166,7 +152,6 @@ class SlimAttention(SlimTokens):
         return None
 
     def suffixes_take_prompts(self, rows: int, room: int, tokens: int, backend: str) -> bool:
-        """Whether suffixes store unshared prompts in fewer bytes than nodes, see `AttendsByItself`."""
         weight = self.k_proj.weight
         if not takes_kernels(backend, weight.device):
             return False
@@ -189,13 +174,6 @@ class SlimAttention(SlimTokens):
         return bool(self.config._attn_implementation == "eager")
 
 
-def values_held(cache: Any, layer_idx: int) -> Tensor | None:
-    """A transformers cache's tensor in the place of a layer's values, ``[rows, heads, slots, width]``, if any."""
-    layers = getattr(cache, "layers", ())
-    held = getattr(layers[layer_idx], "values", None) if layer_idx < len(layers) else None
-    return held if held is not None and held.dim() == 4 else None
-
-
 def shared_attention(
     layer: SlimTokens,
     query: Tensor,
@@ -203,7 +181,6 @@ def shared_attention(
     coordinates: Tensor,
     cache: SharedContextCache,
     rotation: Rotation | None,
-    mask: Tensor | SlidingWindow | None,
 ) -> Tensor:
     """Append a pass's tokens to the cache, and attend to each row's path of nodes and suffix.
 
@@ -212,11 +189,9 @@ def shared_attention(
     ``[rows, tokens, heads * value_dim]`` in the query's dtype.
 
     Raises:
-        Unsupported: A sliding window hides tokens, or a threshold skips small attention weights.
         ValueError: The cache holds another dtype or number of rows.
         BackendError: The backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
     """
-    check_shared(layer.config, mask)
     dtype = query.dtype
     # Prefill of nodes stores nothing slim: the layout alone is needed.
     new = slice(0 if cache.state.current.items and not cache.state.suffix_rows else None)
@@ -225,10 +200,10 @@ def shared_attention(
         stored = layer.stored(keys[:, :, new], coordinates[:, :, new], stored_dtype, rotation)
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
         if cache.state.current.items:
-            nodes = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
-            handle, _ = cache.update(nodes.keys, nodes.values, layer.layer_idx, suffix_parts=stored)
+            new_kv = layer.keys_and_values(CachedTokens(keys, coordinates, rotation and rotation.keys), dtype)
+            handle, _ = cache.update(*new_kv, layer.layer_idx, suffix_parts=stored)
             return cast(PrefillKV, handle).attend(to_nodes, Scoring(layer.scaling, None, None, None)).flatten(2)
-        handle, _ = cache.update(stored.keys, stored.values, layer.layer_idx)
+        handle, _ = cache.update(*stored, layer.layer_idx)
         require_dtype(dtype, handle.layer.storage.node_example)  # suffixes may have another one
         kv = cast(DecodeKV, handle).append()
         to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
@@ -237,11 +212,9 @@ def shared_attention(
         if kv.forest.nodes:
             merged = merge(merged, handle.layer.attend_nodes(to_nodes, layer.scaling))
         merged = handle.layer.of_all_processes(merged)
-    count, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
-    did = f"{count} and slim suffixes by {pytorch}"
-    if by_kernel is not None:
-        did = f"{count} by {pytorch}, slim suffixes by slim_decode"
-    handle.layer.report("decode", did)
+    nodes, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
+    by = f" and slim suffixes by {pytorch}" if by_kernel is None else f" by {pytorch}, slim suffixes by slim_decode"
+    handle.layer.report("decode", nodes + by)
     return merged.out.transpose(1, 2).flatten(2).to(dtype)
 
 
@@ -291,71 +264,3 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()  # of a query without a token, 0
     return Partial(layer.values.averaged(weights, tokens.keys, tokens.coordinates), lse)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def captured_in_few_launches(
-    layer: SlimTokens,
-    inputs: Tensor,
-    cache: CapturedCache,
-    rotation: Rotation | None,
-    mask: Tensor | SlidingWindow | None,
-) -> Tensor | None:
-    """`captured_attention` of a layer's inputs ``[rows, 1, d]``, where kernels serve its projections; else None."""
-    check_shared(layer.config, mask)
-    return attend_in_few_launches(layer, inputs, cache, rotation)
-
-
-def captured_attention(
-    layer: SlimTokens,
-    query: Tensor,
-    keys: Tensor,
-    coordinates: Tensor,
-    cache: CapturedCache,
-    rotation: Rotation | None,
-    mask: Tensor | SlidingWindow | None,
-) -> Tensor:
-    """As `shared_attention` in a captured step, of one token per row.
-
-    Raises:
-        Unsupported: As `shared_attention`; or the kernels do not take these tensors.
-        ValueError: The cache holds another dtype.
-    """
-    check_shared(layer.config, mask)
-    dtype = query.dtype
-    with no_autocast(query.device):
-        stored = layer.stored(keys, coordinates, cache_dtype(dtype, layer.layer), rotation)
-        to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
-        averages = _append_and_average(layer, cache, stored, to_suffix)
-        merged = partial_of(layer, averages)
-        if cache.has_nodes:
-            to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(dtype)
-            merged = merge(merged, _attend_to_nodes(layer, cache, to_nodes))
-        if cache.is_divided:
-            merged = _of_all_processes(cache, merged)
-    return merged.out.transpose(1, 2).flatten(2).to(dtype)
-
-
-# Kernels and caches stay out of compiled code: they read and write fixed addresses, and nothing fuses with them.
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _append_and_average(
-    layer: SlimTokens, cache: CapturedCache, stored: Segment, query: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    suffix = cache.append_in_place(layer.layer_idx, stored)
-    if reason := kernel_refusal(layer, query, suffix):
-        raise Unsupported(reason)
-    # Read here rather than passed, because compiled code would be made again for each number of slots.
-    tables = cache.constants[OF_SLOTS] if layer.config.rotary else None
-    return averages_by_kernel(layer, query, suffix, cache.new.lengths, tables)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend_to_nodes(layer: SlimTokens, cache: CapturedCache, query: Tensor) -> Partial:
-    return cache.attend_nodes(layer.layer_idx, query, layer.scaling)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _of_all_processes(cache: CapturedCache, part: Partial) -> Partial:
-    return cache.of_all_processes(part)

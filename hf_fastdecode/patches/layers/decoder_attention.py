@@ -1,95 +1,64 @@
 """Self-attention and cross-attention of slim decoders with an encoder (Slim attention, section 7).
 
-A decoder layer has two attentions, each with a plan of its own:
+Each of a layer's two attentions has a plan of its own:
 
 | plan | attention | cached per token |
 |---|---|---|
 | ``kv`` | both | keys and values, as in the ordinary model |
 | ``k``, ``k+r`` | both | keys, and r V-coordinates: option 1 of the paper for cross-attention |
 | ``x`` | self-attention | the layer's inputs |
-| ``e`` | cross-attention | nothing: option 2 of the paper |
+| ``e`` | cross-attention | nothing: option 2, in which layers read the encoder's output |
 
-With ``e``, layers read the encoder's output, which generation passes to every step, repeated for beams and for
-`num_return_sequences`. Ordinary models too keep it, once for all layers and outside the cache, so it does not count as
-bytes of the cache.
-
-Over a shared-context cache both store keys and values like ordinary layers, those that these caches stand for, so that
-all its operators serve: of the encoder's output once for each distinct input, which costs less than making values anew
-in every step, and of a decoder's own few tokens for each row.
+Ordinary models too keep the encoder's output, once for all layers and outside the cache, so it does not count as bytes
+of the cache. Over a shared-context cache both attentions store the keys and values that these caches stand for, like
+ordinary layers: values of few inputs and of a decoder's few tokens cost less than making them anew in every step.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
 from ...attention.active_passes import no_autocast
 from ...attention.interface import attend_encoded, attend_shared
+from ...attention.kv import Segment
 from ...cache.layers.cross import CrossView
 from ...conversion.fit.cached_numbers import load, store
-from ..slim_layers import SlimLayer
+from ..config_base import SlimLayer
 from .attention_layer import check_shared
-from .slim_attention import (
-    CachedValues,
-    InputProjection,
-    InputValues,
-    KeyProjection,
-    cache_dtype,
-    check_trainable,
-    input_keys,
-    score_operands,
-    slim_attention,
-)
-from .slim_values import SlimValues, wide
+from .slim_attention import cache_dtype, check_trainable
+from .slim_tokens import CachedTokens, SlimTokens
 
 
-class SlimDecoderAttention(nn.Module):
+class SlimDecoderAttention(SlimTokens):
     """Self-attention or cross-attention of a decoder, without RoPE, that does not cache keys and values.
 
     Precedes an architecture's own class among base classes, of which it keeps the projections of queries and of the
     output, biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are the ordinary layer's.
-    `projections` are the names of those of queries, keys, values and output.
+    `output_projection` is the name of that of the output.
     """
 
-    projections: ClassVar[tuple[str, str, str, str]] = ("q_proj", "k_proj", "v_proj", "out_proj")
-    config: Any
-    layer_idx: int
+    output_projection: ClassVar[str] = "out_proj"
     num_heads: int
-    scaling: float
     dropout: float
 
     def __init__(self, layer: SlimLayer, cross: bool, **ordinary: Any) -> None:
         super().__init__(**ordinary)
         self.layer, self.cross = layer, cross
-        _, key, value, _ = self.projections
-        projection = getattr(self, key)
-        inputs, width, bias = projection.in_features, projection.out_features, projection.bias is not None
-        if layer.plan in ("x", "e"):
-            setattr(self, key, InputProjection(inputs, width, bias=bias))
-            setattr(self, value, InputProjection(inputs, width, bias=getattr(self, value).bias is not None))
-        else:
-            setattr(self, key, KeyProjection(inputs, width, bias=bias))
-            delattr(self, value)
-            self.slim = SlimValues(inputs, width, width, layer.rank, getattr(torch, self.config.slim_matrix_dtype))
+        _, key, value = (getattr(self, name) for name in self.projections)
+        delattr(self, self.projections[2])
+        biases = {"key_bias": key.bias is not None, "value_bias": value.bias is not None}
+        self.make_projections(self.num_heads, key.in_features, key.out_features, **biases)
 
     @classmethod
     def in_place_of(cls, ordinary: Any, layer: SlimLayer, cross: bool) -> Self:
         """A slim layer with the sizes of an ordinary one, by BART's and Whisper's arguments."""
-        return cls(
-            layer,
-            cross,
-            embed_dim=ordinary.embed_dim,
-            num_heads=ordinary.num_heads,
-            dropout=ordinary.dropout,
-            is_decoder=True,
-            is_causal=ordinary.is_causal,
-            config=ordinary.config,
-            layer_idx=ordinary.layer_idx,
-        )
+        names = ("embed_dim", "num_heads", "dropout", "is_causal", "config", "layer_idx")
+        return cls(layer, cross, is_decoder=True, **{name: getattr(ordinary, name) for name in names})
 
     @takes_cache
     def forward(
@@ -120,73 +89,36 @@ class SlimDecoderAttention(nn.Module):
             ValueError: The layer caches in 8 bits and is being trained.
             Unsupported: Over a shared-context cache, small weights are skipped.
         """
-        query_name, key_name, value_name, output_name = self.projections
-        query = getattr(self, query_name)(hidden_states)
+        query = getattr(self, self.projections[0])(hidden_states)
+        output = getattr(self, self.output_projection)
+        inputs, dtype = hidden_states if encoded is None else encoded, query.dtype  # under autocast of its products
         if isinstance(cache, CrossView):
-            return getattr(self, output_name)(
-                self._shared(query, hidden_states, encoded, cache, mask, distances)
-            ), None
-        dtype = query.dtype  # under autocast that of its products
-        query = query.to(wide(dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        inputs, group = hidden_states if encoded is None else encoded, query.shape[-1]
-        stored_dtype = cache_dtype(dtype, self.layer)
+            return output(self._shared(query, inputs, cache, mask, distances)), None
+        dropout, stored_dtype = self.dropout if self.training else 0.0, cache_dtype(dtype, self.layer)
         if self.training:
             check_trainable(stored_dtype, self.layer_idx)
-        values: CachedValues
-        if self.layer.plan in ("x", "e"):
-            keys = inputs.to(dtype)[:, None]
-            coordinates = keys[..., :0]
-            if self.layer.plan == "x":
-                keys, _ = self._update(cache, store(keys, stored_dtype, group), coordinates)
-                keys = load(keys, stored_dtype, group)
-            elif self._filled(cache) is None:  # empty tensors: Whisper's `generate` reads those of every layer
-                self._update(cache, keys[:, :, :0, :0], coordinates[:, :, :0])
-            absorb = query.shape[2] < min(query.shape[-1], keys.shape[-1]) and not dropout
-            values = InputValues(getattr(self, value_name), self.num_heads, self.num_heads)
-            with no_autocast(query.device):
-                query, scored = score_operands(query, keys, getattr(self, key_name), self.num_heads, absorb=absorb)
-        else:
-            values = self.slim
-            stored = self._filled(cache)
-            if stored is None:
-                exact = self.slim.to_cache(inputs, getattr(self, key_name)(inputs))
-                stored = self._update(cache, *(store(one, stored_dtype, group) for one in exact))
-            keys, coordinates = (load(one, stored_dtype, group) for one in stored)
-            # The offset adds one number to all scores of a query, which the softmax ignores.
-            scored = keys[:, 0].to(wide(keys.dtype)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        out, weights = slim_attention(
-            query,
-            scored,
-            keys,
-            coordinates,
-            values,
-            mask,
-            scaling=self.scaling,
-            dropout=dropout,
-            threshold=self.config.slim_sparsity_threshold,
-            dtype=dtype,
-            weights_wanted=self.config._attn_implementation == "eager",
-            causal=not self.cross,
-        )
-        return getattr(self, output_name)(out), weights
+        stored = self._filled(cache)
+        if stored is None:
+            stored = self._update(cache, self.stored(*self.to_cache(inputs), stored_dtype, None))
+        if self.layer.plan == "e":  # which the cache does not hold
+            stored = self.stored(*self.to_cache(inputs), stored_dtype, None)
+        wanted = self.config._attn_implementation == "eager"
+        given = {"dtype": dtype, "dropout": dropout, "weights_wanted": wanted, "causal": not self.cross}
+        out, weights = self.attend_to(self.scored_query(query, None), stored, None, mask, **given)
+        return output(out), weights
 
-    def _shared(
-        self,
-        query: Tensor,
-        hidden_states: Tensor,
-        encoded: Tensor | None,
-        cache: CrossView,
-        mask: Any,
-        distances: Tensor | None,
-    ) -> Tensor:
+    def _shared(self, query: Tensor, inputs: Tensor, cache: CrossView, mask: Any, distances: Tensor | None) -> Tensor:
         """Attention over a shared-context cache, ``[rows, queries, heads * head_dim]``."""
         check_shared(self.config, mask)
-        per_head = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        inputs, dtype = hidden_states if encoded is None else encoded, query.dtype
+        dtype = query.dtype
+        per_head = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
-        def project() -> tuple[Tensor, Tensor]:
-            return self.keys_and_values(inputs, dtype)
+        def project() -> Segment:
+            stored_dtype, width = cache_dtype(dtype, self.layer), self.head_dim
+            with no_autocast(inputs.device) if self.caches_inputs else nullcontext():  # other values do so themselves
+                stored = (store(one, stored_dtype, width) for one in self.to_cache(inputs))
+                keys, coordinates = (load(one, self.read_dtype, width) for one in stored)
+                return self.keys_and_values(CachedTokens(keys, coordinates, None), dtype)
 
         if self.cross:
             out = attend_encoded(self, per_head, cache, mask, scaling=self.scaling, project=project)
@@ -195,45 +127,27 @@ class SlimDecoderAttention(nn.Module):
             out = attend_shared(self, per_head, kv, scaling=self.scaling, distances=distances)
         return out.flatten(2)
 
-    def keys_and_values(self, inputs: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of inputs ``[rows, tokens, d]`` as what is cached of them gives them.
-
-        Returns ``[rows, heads, tokens, head_dim]`` each; keys lack what adds one number to all scores of a query.
-        """
-        _, key_name, value_name, _ = self.projections
-        stored_dtype, heads = cache_dtype(dtype, self.layer), self.num_heads
-        project = getattr(self, key_name)
-        group = project.out_features // heads
-        if self.layer.plan in ("x", "e"):
-            cached = inputs.to(dtype)[:, None]
-            if self.layer.plan == "x":
-                cached = load(store(cached, stored_dtype, group), stored_dtype, group)
-            with no_autocast(inputs.device):
-                keys = input_keys(cached, project, heads, heads)
-            values = InputValues(getattr(self, value_name), heads, heads).per_token(cached, cached[..., :0])
-        else:
-            exact = self.slim.to_cache(inputs, project(inputs))
-            cached, coordinates = (load(store(one, stored_dtype, group), stored_dtype, group) for one in exact)
-            keys = cached[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)
-            values = self.slim.per_token(cached, coordinates)
-        return keys.to(dtype), values.unflatten(-1, (heads, -1)).transpose(1, 2).to(dtype)
-
-    def _filled(self, cache: Any) -> tuple[Tensor, Tensor] | None:
+    def _filled(self, cache: Any) -> Segment | None:
         """Tensors that cross-attention cached in an earlier pass; None before."""
         if not (self.cross and isinstance(cache, EncoderDecoderCache) and cache.is_updated.get(self.layer_idx)):
             return None
         layer = cache.cross_attention_cache.layers[self.layer_idx]
-        return layer.keys, layer.values
+        return Segment(layer.keys, layer.values)
 
-    def _update(self, cache: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the cache, and return all of it; cross-attention caches in an `EncoderDecoderCache` only."""
+    def _update(self, cache: Any, new: Segment) -> Segment:
+        """Add to the cache, and return all of it; cross-attention caches in an `EncoderDecoderCache` only.
+
+        With plan ``e`` empty tensors are cached: Whisper's `generate` reads those of every layer.
+        """
         part = None if self.cross else cache
         if isinstance(cache, EncoderDecoderCache):
             part = cache.cross_attention_cache if self.cross else cache.self_attention_cache
         if part is None:
-            return keys, values
-        with no_autocast(keys.device):  # which does not concatenate fp16
-            stored: tuple[Tensor, Tensor] = part.update(keys, values, self.layer_idx)
+            return new
+        if self.layer.plan == "e":
+            new = Segment(*(one[:, :, :0, :0] for one in new))
+        with no_autocast(new.keys.device):  # which does not concatenate fp16
+            stored = Segment(*part.update(*new, self.layer_idx))
         if self.cross:
             cache.is_updated[self.layer_idx] = True
         return stored

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -12,15 +13,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM,
 
 from hf_fastdecode.patches.config_base import SlimConfig
 
-from ...conversion.fit.attention import AttentionWeights, RopeLayout, Rotation
+from ...conversion.fit.attention import AttentionWeights, Rotation
 
 
 @dataclass(frozen=True)
 class Fused:
     """A fused projection of queries, keys and values: a module of the ordinary layer.
 
-    Its rows are in `blocks`, a function of the config, each with queries, keys and values in this order. With `conv1d`
-    weights are stored ``[in, out]``, as in transformers' ``Conv1D``.
+    Its rows are in `blocks`, by config, each with queries, keys and values in this order. With `conv1d` weights are
+    stored ``[in, out]``, as in transformers' ``Conv1D``.
     """
 
     name: str
@@ -71,38 +72,88 @@ def layer_norm(config: Any, weight: Tensor, x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AnyFamily:
-    """Base class of families of both kinds.
+class Family:
+    """A family of architectures: decoders, or encoder-decoders whose decoder attends to itself and to the encoder.
 
     Attributes:
         architecture: Class of the ordinary models, as in ``config.architectures``.
-        slim_model: Class of the slim models; for encoder-decoders it knows the names of a decoder layer's modules.
+        slim_model: Class of the slim models.
         slim_config: Class of their configs, which takes all fields of the ordinary ones.
+        slim_attention: Class of their attention, which names the projections.
+        auto: Auto class of the ordinary and of the slim models.
+        layers: Prefix of the decoder layers' weights, before the index.
+        paths: Names of a layer's attentions: self-attention and, of encoder-decoders, cross-attention.
         embedding: Name of the embedding's weight.
         renamed: Prefixes of names in checkpoints, and their replacements in models.
-        auto: Auto class of the ordinary and of the slim models.
+        left_out: Ends of names in old checkpoints that models no longer read.
         fused: The fused projection of queries, keys and values; None where there are three.
+        output_conv1d: Whether the output projection's weight is stored ``[in, out]``.
+        norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
+            and the projection.
+        norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
+        scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
+        refusal: Why a model of a config has no slim form, or None.
+        longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
+        decoder_layer: Of decoders, makes an ordinary layer from a config and an index.
+        rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
+        buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
+        score_bias: Of encoder-decoders, makes the bias of positions, ``[heads, tokens, tokens]``, from a model and a
+            number of tokens; None without such a bias.
+        audio: Whether the encoder reads features of a sound, ``[1, bands, frames]``, rather than a text.
     """
 
     architecture: str
     slim_model: Any
     slim_config: type[SlimConfig]
-    embedding: str = field(default="model.embed_tokens.weight", kw_only=True)
-    renamed: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    auto: Any = field(default=AutoModelForCausalLM, kw_only=True)
-    fused: Fused | None = field(default=None, kw_only=True)
+    slim_attention: Any
+    auto: Any
+    layers: str
+    paths: tuple[str, ...]
+    embedding: str = "model.embed_tokens.weight"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    fused: Fused | None = None
+    output_conv1d: bool = False
+    norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
+    norm_weight: Callable[[Mapping[str, Tensor], str], Tensor | None] = lambda plain, part: plain.get(
+        f"{part}_norm.weight"
+    )
+    scale: Callable[[Any, int], float] | None = None
+    refusal: Callable[[Any], str | None] = lambda config: None
+    longrope: bool = False
+    decoder_layer: Any = None
+    rotary: Callable[[Any], Any] | None = None
+    embed: Callable[[Any, Mapping[str, Tensor], str, Tensor], Tensor] = embed
+    run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
+    buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
+    score_bias: Callable[[PreTrainedModel, int], Tensor] | None = None
+    audio: bool = False
 
     @classmethod
-    def of(cls, slim_model: Any, *others: Any, **fields: Any) -> Self:
-        """The family of a class of slim models, which are registered with the Auto classes."""
-        family = cls(slim_model.__name__.removeprefix("Slim"), slim_model, slim_model.config_class, *others, **fields)
-        AutoModel.register(family.slim_config, family.base_model(), exist_ok=True)
-        family.auto.register(family.slim_config, slim_model, exist_ok=True)
+    def of(cls, slim_model: Any, **fields: Any) -> Self:
+        """The family of a class of slim models, which are registered with the Auto classes.
+
+        Layers, attentions and RoPE of decoders are by default those that the classes name.
+        """
+        config, base = slim_model.config_class, slim_model.slim_base
+        if hasattr(slim_model, "cross_attention"):
+            found = {"auto": AutoModelForSeq2SeqLM, "paths": (slim_model.self_attention, slim_model.cross_attention)}
+        else:
+            ordinary = next(one for one in slim_model.__mro__ if one.__module__.startswith("transformers.models."))
+            source, (layer,) = sys.modules[ordinary.__module__], ordinary._no_split_modules
+            name = config.__name__.removeprefix("Slim").removesuffix("Config")
+            found = {"auto": AutoModelForCausalLM, "paths": (base.attention,), "decoder_layer": getattr(source, layer)}
+            found["layers"] = f"{slim_model.base_model_prefix}.{base.blocks}."
+            found["rotary"] = getattr(source, f"{name}RotaryEmbedding", None)
+        found |= {"architecture": slim_model.__name__.removeprefix("Slim"), "slim_attention": base.slim_attention}
+        family = cls(slim_model=slim_model, slim_config=config, **found | fields)
+        AutoModel.register(config, base, exist_ok=True)
+        family.auto.register(config, slim_model, exist_ok=True)
         return family
 
-    def base_model(self) -> Any:
-        """Class of the slim models without a head."""
-        raise NotImplementedError
+    @property
+    def has_encoder(self) -> bool:
+        return len(self.paths) == 2
 
     def model_name(self, stored: str) -> str:
         """Name that a model has for a checkpoint's tensor."""
@@ -111,13 +162,15 @@ class AnyFamily:
                 return new + stored.removeprefix(old)
         return stored
 
+    def attentions(self, config: Any) -> list[str]:
+        """Prefixes of the names of the decoder's attentions' weights, layer by layer."""
+        names = ("num_decoder_layers", "decoder_layers") if self.has_encoder else ("num_hidden_layers",)
+        layers = next(getattr(config, name) for name in names if hasattr(config, name))
+        return [f"{self.layers}{index}.{path}." for index in range(layers) for path in self.paths]
+
     def projection(self, part: str) -> str:
         """Name of the separate projection of queries, keys, values or the output: ``q``, ``k``, ``v`` or ``o``."""
-        raise NotImplementedError
-
-    def heads(self, config: Any) -> tuple[int, int]:
-        """Query heads, and key and value heads."""
-        raise NotImplementedError
+        return (*self.slim_attention.projections, self.slim_attention.output_projection)["qkvo".index(part)]
 
     def plain(self, config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of an ordinary attention, by names below it, with separate projections."""
@@ -128,88 +181,18 @@ class AnyFamily:
         return dict(plain) if self.fused is None else self.fused.join(config, plain)
 
     def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """The projections of attention `index`, from the tensors that `plain` returns."""
-        found: dict[str, Any] = {}
+        """The projections of attention `index`, from the tensors that `plain` returns, with scale and QK-norm."""
+        found: dict[str, Any] = {"scale": None if self.scale is None else self.scale(config, index)}
         for name in ("query", "key", "value", "output"):
             projection = self.projection(name[0])
             found[name], found[f"{name}_bias"] = plain[f"{projection}.weight"], plain.get(f"{projection}.bias")
-        heads, kv_heads = self.heads(config)
-        return AttentionWeights(**found, heads=heads, kv_heads=kv_heads)
-
-
-@dataclass(frozen=True)
-class Family(AnyFamily):
-    """A family of decoder-only architectures.
-
-    Attributes:
-        decoder_layer: Makes an ordinary layer from a config and an index.
-        rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
-        layers: Prefix of the layers' weights, before the index.
-        attention: Prefix of an attention's weights within a layer.
-        output: Name of the output projection, whose weight is stored ``[in, out]`` with `output_conv1d`.
-        norm: QK-norm of a whole projection ``[tokens, heads * head_dim]`` in fp64, from the config, the norm's weight
-            and the projection.
-        norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
-        scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
-        refusal: Why a model of a config has no slim form, or None.
-        longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
-        embed, run_layer: See the functions of these names.
-        buffers: Functions of a config that make buffers that no checkpoint holds, by the buffers' names.
-        left_out: Ends of names in old checkpoints that models no longer read.
-    """
-
-    decoder_layer: Callable[[Any, int], nn.Module]
-    rotary: Callable[[Any], Any] | None
-    layout: RopeLayout = "half"
-    layers: str = "model.layers."
-    attention: str = "self_attn."
-    output: str = "o_proj"
-    output_conv1d: bool = False
-    norm: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    norm_weight: Callable[[Mapping[str, Tensor], str], Tensor | None] = lambda plain, part: plain.get(
-        f"{part}_norm.weight"
-    )
-    scale: Callable[[Any, int], float] | None = None
-    refusal: Callable[[Any], str | None] = lambda config: None
-    longrope: bool = False
-    embed: Callable[[Any, Mapping[str, Tensor], str, Tensor], Tensor] = embed
-    run_layer: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] = run_layer
-    buffers: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)
-    left_out: tuple[str, ...] = (".rotary_emb.inv_freq",)
-
-    def base_model(self) -> Any:
-        return self.slim_model.slim_decoder
-
-    @property
-    def plans(self) -> tuple[str, ...]:
-        """Plans that layers can have."""
-        return self.slim_config.plans
-
-    def layer_prefix(self, index: int) -> str:
-        """Prefix of the names of a layer's weights."""
-        return f"{self.layers}{index}."
-
-    def attentions(self, config: Any) -> list[str]:
-        """Prefixes of the names of the attentions' weights, layer by layer."""
-        return [self.layer_prefix(index) + self.attention for index in range(config.num_hidden_layers)]
-
-    def projection(self, part: str) -> str:
-        return self.output if part == "o" else f"{part}_proj"
-
-    def heads(self, config: Any) -> tuple[int, int]:
-        return config.num_attention_heads, kv_heads(config)
-
-    def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """As of `AnyFamily`, with the factor on the scores and QK-norm of a layer."""
         if self.output_conv1d:
-            name = f"{self.output}.weight"
-            plain = {**plain, name: plain[name].mT}
-        return replace(
-            super().weights(config, plain, index),
-            scale=None if self.scale is None else self.scale(config, index),
-            query_norm=self._norm(config, self.norm_weight(plain, "q")),
-            key_norm=self._norm(config, self.norm_weight(plain, "k")),
-        )
+            found["output"] = found["output"].mT
+        for name in ("query", "key"):
+            found[f"{name}_norm"] = self._norm(config, self.norm_weight(plain, name[0]))
+        # `num_attention_heads` may be those of the encoder.
+        heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+        return AttentionWeights(**found, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads)
 
     def _norm(self, config: Any, weight: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         norm = self.norm
@@ -220,7 +203,7 @@ class Family(AnyFamily):
         if self.rotary is None:
             return None
         cos, sin = self.rotary(config)(torch.empty(0), torch.arange(tokens)[None])
-        return Rotation.from_repeated(cos[0], sin[0], self.layout)
+        return Rotation(cos[0], sin[0], self.slim_attention.interleaved)
 
     def fill_buffers(self, module: nn.Module, config: Any, device: torch.device | str = "cpu") -> None:
         """Make the buffers of a module built on the meta device that no checkpoint holds."""
@@ -233,73 +216,9 @@ class Family(AnyFamily):
                     setattr(part, name, self.buffers[name](config).to(device))
 
 
-@dataclass(frozen=True)
-class EncoderDecoder(AnyFamily):
-    """A family of encoder-decoder architectures.
-
-    Attributes:
-        slim_base: Class of the slim models without a head.
-        decoder: Prefix of the decoder's weights.
-        scale: Factor on the scores; None for ``head_dim ** -0.5``.
-        score_bias: Makes the bias of positions, ``[heads, tokens, tokens]``, from a model and a number of tokens; None
-            without such a bias.
-        audio: Whether the encoder reads features of a sound, ``[1, bands, frames]``, rather than a text.
-        other_refusal: Why a whole model of a config has no slim form, or None.
-    """
-
-    slim_base: type[PreTrainedModel]
-    decoder: str
-    scale: float | None = None
-    score_bias: Callable[[PreTrainedModel, int], Tensor] | None = None
-    audio: bool = False
-    other_refusal: Callable[[Any], str | None] = lambda config: None
-    auto: Any = field(default=AutoModelForSeq2SeqLM, kw_only=True)
-
-    def base_model(self) -> Any:
-        return self.slim_base
-
-    def refusal(self, config: Any) -> str | None:
-        """Why a model of a config has no slim form, or None."""
-        if config.is_encoder_decoder:
-            return self.other_refusal(config)
-        return (
-            f"{config.model_type} without its encoder (is_encoder_decoder) has no slim form; convert the whole model"
-        )
-
-    def attentions(self, config: Any) -> list[str]:
-        """Prefixes of the weights of the decoder's attentions: self-attention, cross-attention, layer by layer."""
-        model = self.slim_model
-        layers = config.num_decoder_layers if hasattr(config, "num_decoder_layers") else config.decoder_layers
-        return [
-            f"{self.decoder}{model.blocks}.{index}.{path}."
-            for index in range(layers)  # `num_hidden_layers` are those of the encoder
-            for path in (model.self_attention, model.cross_attention)
-        ]
-
-    def projection(self, part: str) -> str:
-        return self.slim_model.slim_attention.projections["qkvo".index(part)]
-
-    def heads(self, config: Any) -> tuple[int, int]:
-        """As of `AnyFamily`; `num_attention_heads` may be those of the encoder."""
-        heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
-        return heads, heads
-
-    def rotation(self, config: Any, tokens: int) -> None:
-        """None: there is no RoPE."""
-
-    def weights(self, config: Any, plain: Mapping[str, Tensor], index: int) -> AttentionWeights:
-        """As of `AnyFamily`; all attentions have one factor on the scores."""
-        return replace(super().weights(config, plain, index), scale=self.scale)
-
-
 def language_config(config: Any) -> Any:
     """Config of the language model, which is a part of a multimodal model's config."""
     return getattr(config, "text_config", None) or config
-
-
-def kv_heads(config: Any) -> int:
-    """Key and value heads; as many as query heads where a config does not say."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def longest_text(config: Any) -> int:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, float32
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...attention.active_passes import no_autocast
 from ...attention.kv import Segment
 from ...attention.partial import Partial, merge
 from ...cache.captured import CapturedCache
+from ...conversion.fit.attention import Tables
 from ...conversion.fit.cached_numbers import EIGHT_BITS, views
 from ...errors import Unsupported
 from ...instance_methods import is_linear, is_unchanged
@@ -29,13 +31,13 @@ from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products
 from ...kernels.row_products.config import refusal as products_refusal
 from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
-from .rotation import OF_SLOTS, Rotation, Tables, takes_kernels
+from .rotation import OF_SLOTS, Rotation, takes_kernels
 from .slim_attention import KeyProjection, cache_dtype
 from .slim_tokens import SlimTokens
 
 
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
-    """Keys and V-coordinates as `slim_decode` takes them: views of what is cached, with scales if it is in 8 bits."""
+    """Views of what is cached as `slim_decode` takes it: keys, V-coordinates, and scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
     dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
@@ -52,7 +54,7 @@ def layer_refusal(layer: SlimTokens) -> str | None:
         return "it reads keys, and the layer caches inputs"
     if layer.config.unrotates:
         return "it reads keys of before RoPE, and slim_rope is 'unrotate'"
-    if layer.normalizes_keys:
+    if layer.normalizes:
         return "keys are normalised when they are read"
     if layer.config.rotary and layer.interleaved:
         return "RoPE pairs neighbouring coordinates"
@@ -60,7 +62,7 @@ def layer_refusal(layer: SlimTokens) -> str | None:
 
 
 def kernel_refusal(layer: SlimTokens, query: Tensor, suffix: Segment) -> str | None:
-    """Why `slim_decode` does not attend to a layer's suffixes; None when it does; as `averages_by_kernel`."""
+    """Why `slim_decode` does not attend to suffixes with this query, as `averages_by_kernel` takes them, or None."""
     return layer_refusal(layer) or refusal(query, *_suffix(layer, suffix)[:2])
 
 
@@ -72,7 +74,7 @@ def averages_by_kernel(
     tables: RotaryTables | None,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Averages over each row's suffix, from which `partial_of` makes values.
+    """Average each row's suffix; `partial_of` makes values of the averages.
 
     Args:
         query: ``[rows, heads, 1, head_dim]``, normalised and rotated.
@@ -105,7 +107,6 @@ def averages_by_kernel(
 
 
 def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Partial:
-    """Attention of each row's query to its suffix, from `averages_by_kernel`."""
     keys, coordinates, lse = averages
     dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     out = layer.slim.of_averages(keys[:, :, None], coordinates[:, :, None], float32 if dtype in EIGHT_BITS else dtype)
@@ -113,10 +114,7 @@ def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Pa
 
 
 class SeenSlots(NamedTuple):
-    """Slots that the query of each row sees, ``[rows]`` int32 on the device: from `starts`, up to those of `lengths`.
-
-    `starts` is None where rows see all slots from the first one on.
-    """
+    """Slots that the query of each row sees, ``[rows]`` int32 on the device: from `starts`, or 0, up to `lengths`."""
 
     starts: Tensor | None
     lengths: Tensor
@@ -125,12 +123,12 @@ class SeenSlots(NamedTuple):
 def cached_attention(
     layer: SlimTokens, query: Tensor, cached: Segment, rotation: Rotation | None, mask: Tensor | None
 ) -> Tensor | None:
-    """Attention of a decode step over one of transformers' caches; None where `slim_decode` does not compute it.
+    """Attention of a decode step over one of transformers' caches; None where PyTorch's operators compute it.
 
-    Then PyTorch's operators do: for several queries per row, gradients, masks that hide tokens between others or add
-    to scores, devices without the kernel, and code that torch.compile traces. The query is
-    ``[rows, heads, queries, head_dim]``, normalised and rotated; what is cached ``[rows, 1, slots, width]`` each; the
-    mask as `slim_attention` takes it. Returns ``[rows, heads, 1, head_dim]`` in fp32.
+    They do for several queries per row, gradients, masks that hide tokens between others or add to scores, devices
+    without the kernel, and code that torch.compile traces. The query is ``[rows, heads, queries, head_dim]``,
+    normalised and rotated; what is cached ``[rows, 1, slots, width]`` each; the mask as `slim_attention` takes it.
+    Returns ``[rows, heads, 1, head_dim]`` in fp32.
     """
     tables = None if rotation is None else rotation.kernel
     if torch.compiler.is_compiling() or not takes_kernels("auto", query.device):
@@ -148,7 +146,7 @@ def cached_attention(
 
 
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What `_seen_slots` found in masks that are still in use, beside their versions: all layers of a pass have one."""
+"""Version of each mask in use, and the `_seen_slots` in it: all layers of a pass have one mask."""
 
 
 def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device) -> SeenSlots | None:
@@ -187,14 +185,11 @@ _ARRIVED = "arrival counters"
 
 
 def step_refusal(layer: SlimTokens, inputs: Tensor) -> str | None:
-    """Why a layer's captured step takes PyTorch's operators for projections; None when kernels serve them.
-
-    The layer's inputs are ``[rows, 1, d]``.
-    """
+    """Why a captured step over inputs ``[rows, 1, d]`` projects by PyTorch's operators; None when by kernels."""
     query, keys = layer.q_proj, layer.k_proj
     if not fuses_products():
         return "fuse_projections leaves products to PyTorch's operators"
-    if layer.normalizes_queries or layer.interleaved:
+    if layer.normalizes or layer.interleaved:
         return "they rotate queries by halves, without a norm"
     if not is_linear(query) or type(keys) is not KeyProjection or not is_unchanged(keys):
         return "they take plain projections, without hooks"
@@ -226,7 +221,6 @@ def attend_in_few_launches(
 
 @lru_cache
 def _branch_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream of the branch, for all captures: there is one at a time."""
     return torch.cuda.Stream(device)
 
 
@@ -282,14 +276,38 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     terms = [Term(*slim.from_keys.product(averages))]
     if slim.directions is not None:
         terms.append(Term(*slim.directions.product(of_coordinates)))
-    in_range, has_nodes = stored_dtype == torch.float16, cache.has_nodes
-    merges = has_nodes or cache.is_divided
+    in_range, merges = stored_dtype == torch.float16, cache.has_nodes or cache.is_divided
     product_dtype = torch.float32 if merges else dtype
     out = stored_product(terms, slim.constant, in_range=in_range, arrived=arrived, dtype=product_dtype)
     if not merges:
         return out[:, None]
-    merged = Partial(out.view(rows, layer.heads, 1, -1), lse[..., None])
-    if has_nodes:
-        to_nodes = layer.scored_query(query.to(dtype), rotation.tokens).to(dtype)
-        merged = merge(merged, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
-    return cache.of_all_processes(merged).out.transpose(1, 2).flatten(2).to(dtype)
+    part = Partial(out.view(rows, layer.heads, 1, -1), lse[..., None])
+    return _merge_with_nodes(layer, cache, part, query.to(dtype), rotation)
+
+
+def captured_attention(
+    layer: SlimTokens, query: Tensor, exact: tuple[Tensor, Tensor], cache: CapturedCache, rotation: Rotation | None
+) -> Tensor:
+    """Attention of a captured step, one token per row, with PyTorch's projections; see `shared_attention`.
+
+    Raises Unsupported where the kernels do not take these tensors, ValueError where the cache holds another dtype.
+    """
+    with no_autocast(query.device):
+        stored = layer.stored(*exact, cache_dtype(query.dtype, layer.layer), rotation)
+        suffix = cache.append_in_place(layer.layer_idx, stored)
+        to_suffix = layer.scored_query(query, rotation and rotation.own_tokens)
+        if reason := kernel_refusal(layer, to_suffix, suffix):
+            raise Unsupported(reason)
+        tables = cache.constants[OF_SLOTS] if layer.config.rotary else None
+        part = partial_of(layer, averages_by_kernel(layer, to_suffix, suffix, cache.new.lengths, tables))
+        return _merge_with_nodes(layer, cache, part, query, rotation)
+
+
+def _merge_with_nodes(
+    layer: SlimTokens, cache: CapturedCache, part: Partial, query: Tensor, rotation: Rotation | None
+) -> Tensor:
+    """Attention to suffixes and nodes, of all processes: ``[rows, 1, heads * value_dim]``."""
+    if cache.has_nodes:
+        to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(query.dtype)
+        part = merge(part, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
+    return cache.of_all_processes(part).out.transpose(1, 2).flatten(2).to(query.dtype)

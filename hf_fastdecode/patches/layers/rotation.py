@@ -17,6 +17,7 @@ from ...attention.interface import register_without_effect
 from ...cache.captured import CapturedCache
 from ...cache.direct_pass import require_next
 from ...cache.shared import SharedContextCache
+from ...conversion.fit.attention import Tables
 from ...kernels.slim_decode.inputs import TURNS, RotaryTables
 
 ROTATION: Final = "slim_rotation"
@@ -26,9 +27,6 @@ register_without_effect(ROTATION)
 
 OF_SLOTS: Final = "rotary tables of slots"
 """Name of a captured step's constant: `RotaryTables` of all slots that suffixes may have."""
-
-Tables = tuple[Tensor, Tensor]
-"""cos and sin of tokens, each ``[rows or 1, tokens, rotated coordinates]`` in fp32."""
 
 
 class Rotation(NamedTuple):
@@ -52,12 +50,11 @@ class Rotation(NamedTuple):
 def forest_rotation(
     tables: Callable[[Tensor], Tables], cache: SharedContextCache, position_ids: Tensor, *, unrotates: bool
 ) -> Rotation:
-    """Tables for a pass over a shared-context cache.
+    """Tables for a pass over a shared-context cache, by `tables` of positions ``[rows or 1, tokens]``.
 
     Prefill rotates the keys of its own tokens, a step those of suffixes. Scores depend on differences of positions
     only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
-    after RoPE (`unrotates`) hold their positions. `tables` makes tables of positions ``[rows or 1, tokens]``, such as
-    `position_ids` of this pass.
+    after RoPE (`unrotates`) hold their positions.
 
     Raises:
         ValueError: In a pass outside generation, positions that do not continue those of each row, unless they are
@@ -83,11 +80,7 @@ def forest_rotation(
 def cache_rotation(
     tables: Callable[[Tensor], Tables], query_positions: Tensor, key_positions: Tensor | None
 ) -> Rotation:
-    """Tables for a pass over one of transformers' caches, or over none.
-
-    Of this pass's positions ``[rows or 1, tokens]``, and of all keys', as `key_positions` counts them, or None where
-    they are cached.
-    """
+    """Tables for a pass over one of transformers' caches, or none; `key_positions` is None where they are cached."""
     tokens = tables(query_positions)
     if key_positions is None:
         return Rotation(query_positions, tokens, None)
@@ -99,7 +92,7 @@ def cache_rotation(
 
 
 def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, position_ids: Tensor) -> Rotation:
-    """As `forest_rotation` for a captured step; tables of slots are made once, as the constant `OF_SLOTS`."""
+    """Tables for a captured step; those of slots are made once, as the constant `OF_SLOTS`."""
 
     def of_slots() -> RotaryTables:
         return _of_slots(tables, cache.positions_of_slots().to(position_ids.device)[None])[1]
@@ -125,38 +118,10 @@ def _of_slots(tables: Callable[[Tensor], Tables], slots: Tensor) -> tuple[Tables
     return keys, RotaryTables(keys[0][..., :half].contiguous(), keys[1][..., :half].contiguous(), kernel)
 
 
-def rotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """RoPE of the first coordinates of ``[rows, heads, tokens, head_dim]``, as many as the tables have.
-
-    A single row or token is rotated to all positions. Pairs are coordinates i and i + n of 2 n (Llama), or interleaved
-    2 i and 2 i + 1 (GPT-J, Cohere).
-    """
-    cos, sin = (table[:, None] for table in tables)
-    rotated = cos.shape[-1]
-    first = x[..., :rotated]
-    # Each pair of coordinates, rotated by a right angle.
-    if interleaved:
-        turned = torch.stack([-first[..., 1::2], first[..., ::2]], -1).flatten(-2)
-    else:
-        low, high = first.chunk(2, -1)
-        turned = torch.cat([-high, low], -1)
-    first = first * cos + turned * sin
-    if rotated == x.shape[-1]:
-        return first
-    return torch.cat([first, x[..., rotated:].expand(*first.shape[:-1], -1)], -1)
-
-
-def unrotate(x: Tensor, tables: Tables, *, interleaved: bool) -> Tensor:
-    """Inverse of `rotate`; division undoes attention factors in the tables, as YaRN's."""
-    cos, sin = (table.to(x.dtype) for table in tables)
-    norm = cos.square() + sin.square()
-    return rotate(x, (cos / norm, -sin / norm), interleaved=interleaved)
-
-
 def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
     """Positions of all keys that a layer reads, the cached ones and those of this pass: ``[rows or 1, slots]``, int64.
 
-    They are arbitrary for padding and for unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
+    They are arbitrary for padding and unused slots. `position_ids` are ``[rows or 1, tokens]``, of this pass,
     `visible` is from `visible_slots`, `cached` the slots in use before (a tensor for static caches), and `slots` those
     that the layer reads, at least ``cached + tokens``.
     """

@@ -1,11 +1,10 @@
 """Attention over what a slim layer caches, in PyTorch's operators, with softmax sparsity where a config asks for it.
 
 Sparsity (Slim attention, section 3): tokens whose attention weight is below a threshold add nothing, and the other
-weights are not renormalised. PyTorch's operators multiply zeros as any number, so this saves no time here; it shows
-what a kernel that skips tokens could save, and at which error.
+weights are not renormalised. PyTorch's operators multiply zeros as any number, so it saves no time; it shows what a
+kernel that skips tokens could save, and at which error.
 
-Projections of cached inputs are applied on whichever side of the softmax is cheaper (Slim attention, section 6, option
-2).
+Projections of cached inputs are applied on whichever side of the softmax is cheaper (section 6, option 2).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 
 from ...attention.active_passes import no_autocast
 from ...conversion.fit.cached_numbers import EIGHT_BITS
-from ..slim_layers import SlimLayer, check_threshold
+from ..config_base import SlimLayer, check_threshold
 from .slim_values import wide
 
 
@@ -48,7 +47,6 @@ class Projection(nn.Module):
         return linear
 
     def extra_repr(self) -> str:
-        """The text of `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -66,31 +64,26 @@ class KeyProjection(Projection):
 
 
 class InputProjection(Projection):
-    """A projection of keys or values that is applied to cached inputs, to queries, or to averages of inputs.
-
-    For heads that share keys and values, as in grouped-query attention, queries of a group multiply the same rows of
-    the weight.
-    """
+    """A projection of keys or values that is applied to cached inputs, to queries, or to averages of inputs."""
 
     def forward(
-        self, x: Tensor, kv_heads: int | None = None, *, to_inputs: bool = False, with_bias: bool = True
+        self, x: Tensor, heads: int | None = None, *, to_inputs: bool = False, with_bias: bool = True
     ) -> Tensor:
         """Multiply inputs ``[..., d]``, to ``[..., e]`` in the weight's dtype.
 
-        With `kv_heads`, each head of `x` is multiplied by the weight of that head, and nothing is rounded to less than
+        With `heads`, each head of `x` is multiplied by the weight of that head, and nothing is rounded to less than
         fp32: averages of inputs, ``[rows, heads, queries, d]``, always with the bias; or with `to_inputs` queries,
         ``[rows, heads, queries, head_dim]``, to be scored against inputs: ``q W_K,i^T``, without the bias, which adds
         one number to all scores of a query.
         """
-        if kv_heads is None:
+        if heads is None:
             return F.linear(x.to(self.weight.dtype), self.weight, self.bias if with_bias else None)
         dtype = wide(x.dtype)
-        weight = self.weight.to(dtype).unflatten(0, (kv_heads, -1))  # [kv_heads, head_dim, d]
-        grouped = x.to(dtype).unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [rows, kv_heads, group * queries, ...]
-        out = grouped @ (weight if to_inputs else weight.mT)
-        if self.bias is not None and not to_inputs:
-            out = out + self.bias.to(dtype).unflatten(0, (kv_heads, 1, -1))
-        return out.unflatten(2, (-1, x.shape[2])).flatten(1, 2)
+        weight = self.weight.to(dtype).unflatten(0, (heads, -1))  # [heads, head_dim, d]
+        if to_inputs:
+            return x.to(dtype) @ weight
+        out = x.to(dtype) @ weight.mT
+        return out if self.bias is None else out + self.bias.to(dtype).unflatten(0, (heads, 1, -1))
 
 
 @dataclass(frozen=True)
@@ -99,42 +92,16 @@ class InputValues:
 
     projection: InputProjection
     heads: int
-    kv_heads: int
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values of each query head, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
-        return _of_query_heads(self.projection(keys[:, 0]), self.heads, self.kv_heads).flatten(-2)
+        """Values, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
+        return self.projection(keys[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
         """Values averaged per head, see `CachedValues`: inputs are averaged, and the averages are projected."""
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the same inputs
         average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, probabilities.shape[1:3])
-        return self.projection(average, self.kv_heads)
-
-
-def score_operands(
-    query: Tensor, cached: Tensor, projection: InputProjection, kv_heads: int, *, absorb: bool
-) -> tuple[Tensor, Tensor]:
-    """Operands of the scores of queries ``[rows, heads, queries, head_dim]``, fp32, against cached inputs.
-
-    With `absorb` these are ``q W_K,i^T`` and the inputs, ``[rows, 1, tokens, d]``, which is less work for few queries;
-    else queries and keys, ``[rows, heads, tokens, head_dim]``. Both leave the bias of keys out, so that their partials
-    merge.
-    """
-    if absorb:
-        return projection(query, kv_heads, to_inputs=True), cached.to(query.dtype)
-    return query, input_keys(cached, projection, query.shape[1], kv_heads)
-
-
-def input_keys(cached: Tensor, projection: InputProjection, heads: int, kv_heads: int) -> Tensor:
-    """Keys ``[rows, heads, tokens, head_dim]`` in fp32 of inputs ``[rows, 1, tokens, d]``, without their bias."""
-    keys = projection(cached[:, 0], with_bias=False)
-    return _of_query_heads(keys, heads, kv_heads).transpose(1, 2).to(wide(keys.dtype))
-
-
-def _of_query_heads(projected: Tensor, heads: int, kv_heads: int) -> Tensor:
-    """``[rows, tokens, kv_heads * dim]`` to ``[rows, tokens, heads, dim]``."""
-    return projected.unflatten(-1, (kv_heads, -1)).repeat_interleave(heads // kv_heads, -2)
+        return self.projection(average, self.heads)
 
 
 class CachedValues(Protocol):
@@ -176,7 +143,7 @@ def without_small(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def averaged(values: CachedValues, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-    """As `CachedValues.averaged`, for weights that need not sum to 1: constants of the values are weighted too."""
+    """`CachedValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
     total = probabilities.sum(-1, keepdim=True)
     shares = probabilities / total.clamp(min=torch.finfo(total.dtype).tiny)
     return values.averaged(shares, keys, coordinates) * total
@@ -220,9 +187,8 @@ def slim_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend.
 
-    For few queries, keys are averaged and the averages are multiplied by the matrix M that maps keys to values. For
-    many, the values of all tokens are made first, at the cost of an ordinary value projection, and PyTorch's fused
-    attention runs.
+    Few queries average keys and multiply the averages by the matrix M that maps keys to values. For many, the values
+    of all tokens are made first, at the cost of an ordinary value projection, and PyTorch's fused attention runs.
 
     Args:
         query: ``[rows, heads, queries, head_dim]`` after RoPE, in fp32.
@@ -232,7 +198,6 @@ def slim_attention(
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
             with ``causal=False`` for all tokens.
-        scaling: Factor on the scores.
         dropout: Share of the weights that is dropped.
         threshold: Weights below it count as 0; 0 turns this off.
         dtype: Dtype of fused attention and of the result.
@@ -305,7 +270,6 @@ def _probabilities(query: Tensor, keys: Tensor, mask: Tensor | None, scaling: fl
 
 
 def _split_mask(mask: Tensor | None, queries: int, at_once: int) -> Iterable[Tensor | None]:
-    """A mask ``[..., queries or 1, tokens]``, split like the queries."""
     if mask is None or mask.shape[-2] == 1:
         return [mask] * -(-queries // at_once)
     return mask.split(at_once, -2)

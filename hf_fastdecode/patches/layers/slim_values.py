@@ -47,7 +47,6 @@ def sum_of_products(
     ``[batch, heads, queries, columns / heads]``.
     """
     first = products[0].factor
-    dtype = wide(first.dtype)
     with no_autocast(first.device):
         if all(takes_halves(factor, matrix) for factor, matrix, _ in products):
             factors, matrices, scales = zip(*products, strict=True)
@@ -55,19 +54,17 @@ def sum_of_products(
             # The operator takes a tenth of a millisecond that only compiled code has to spend.
             product = torch.ops.hf_fastdecode.stored_products if torch.compiler.is_compiling() else _products
             out = product(by_group, matrices, scales, constant, in_range)
-            columns = out.shape[1]
             if heads is None:
-                return out.view(*first.shape[:-1], columns)
-            return out.view(first.shape[0], first.shape[2], heads, columns // heads).transpose(1, 2)
-        total: Tensor | None = None
+                return out.view(*first.shape[:-1], out.shape[1])
+            return out.view(first.shape[0], first.shape[2], heads, -1).transpose(1, 2)
+        dtype = wide(first.dtype)
+        total: Any = 0
         for factor, matrix, scale in products:
-            scaled = matrix.to(dtype) * scale.to(dtype)
+            scaled, wider = matrix.to(dtype) * scale.to(dtype), factor.to(dtype)
             if heads is None:
-                one = factor.to(dtype) @ scaled
+                total = total + wider @ scaled
             else:
-                one = torch.einsum("bhqe,ehd->bhqd", factor.to(dtype), scaled.unflatten(1, (heads, -1)))
-            total = one if total is None else total + one
-        assert total is not None
+                total = total + torch.einsum("bhqe,ehd->bhqd", wider, scaled.unflatten(1, (heads, -1)))
         if constant is None:
             return total
         return total + (constant if heads is None else constant.unflatten(0, (heads, 1, -1)))
@@ -80,7 +77,7 @@ def takes_halves(factor: Tensor, matrix: Tensor) -> bool:
 
 
 def _by_group(factor: Tensor, heads: int | None) -> Tensor:
-    """``[rows, groups, width]`` of a factor; there is one group without heads."""
+    """``[rows, groups, width]`` of a factor; one group without heads."""
     if heads is None:
         return factor.reshape(-1, 1, factor.shape[-1])
     return factor.transpose(1, 2).reshape(-1, heads, factor.shape[-1])
@@ -204,7 +201,6 @@ class StoredMatrix(KeepsDtype):
         return sum_of_products([self.product(x)])
 
     def product(self, x: Tensor) -> Product:
-        """The operands of a product of `x` with this matrix."""
         return Product(x, self.values, self.scales)
 
 
@@ -235,7 +231,7 @@ class SlimValues(KeepsDtype):
         self.directions = StoredMatrix(rank, values, matrix_dtype) if rank else None
 
     def to_cache(self, inputs: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and V-coordinates of tokens to be cached, in fp32 before any rounding, as the class describes them.
+        """Keys and V-coordinates of tokens to be cached, in fp32 before any rounding.
 
         Of inputs ``[rows, tokens, d]``, and of their keys as projected, ``[rows, tokens, e]`` in fp32.
         """
@@ -248,10 +244,9 @@ class SlimValues(KeepsDtype):
         return self._values(keys[:, 0], coordinates[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, without making those of each token (Slim attention, eq. 2.1, option 2).
+        """Values averaged per head, see `CachedValues`, without making those of each token (Slim attention, eq. 2.1).
 
         Averages of the keys are as sensitive to rounding as the keys are, and stay in fp32 up to their product with M.
-        Arguments and result are as of `CachedValues.averaged`.
         """
         heads = probabilities.shape[1]
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the keys of all heads
@@ -274,7 +269,3 @@ class SlimValues(KeepsDtype):
         if self.directions is not None:
             products.append(self.directions.product(coordinates))
         return sum_of_products(products, self.constant, heads, in_range=in_range)
-
-    def rotatable(self, keys: Tensor) -> Tensor:
-        """Keys ``[rows, tokens, e]`` as they were before the offset, in fp32, for RoPE and scores."""
-        return keys[:, 0].to(wide(keys.dtype)) + self.key_offset

@@ -180,8 +180,9 @@ def text(tokens: int, d: int = 48, seed: int = 1) -> Tensor:
     return torch.randn(tokens, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rope(tokens: int, rotary_dim: int = 12, factor: float = 1.0) -> Rotation:
+def rope(tokens: int, rotary_dim: int = 12, factor: float = 1.0, *, interleaved: bool = False) -> Rotation:
     """RoPE of tokens 0, 1, ..., with an attention factor on its tables."""
     frequencies = 10000.0 ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     angles = torch.arange(tokens, dtype=torch.float64)[:, None] * frequencies
-    return Rotation(angles.cos() * factor, angles.sin() * factor)
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
+    return Rotation(angles.cos() * factor, angles.sin() * factor, interleaved)

@@ -16,7 +16,7 @@ from hf_fastdecode.conversion.fit.cached_numbers import EIGHT_BITS, load, store,
 @pytest.mark.parametrize("width", [1, 16, 63, 100])
 @pytest.mark.parametrize("magnitude", [1e-30, 1.0, 1e30])
 def test_int8_is_off_by_half_a_step(width: int, magnitude: float) -> None:
-    """Of 254 steps in a group's range, up to what the rounding of the scale adds."""
+    """A group's range has 254 steps; the rounding of the scale adds a little."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 1, 1000, width, generator=generator, dtype=torch.float64) * magnitude
     x[0, 0, 3] = 0

@@ -13,16 +13,24 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt, load_embedded
-from hf_fastdecode.conversion.fit.attention import AttentionWeights, Rotation
+from hf_fastdecode.conversion.fit.attention import AttentionInputs, AttentionWeights, Rotation
 from hf_fastdecode.conversion.fit.layer_plan import CacheError, CacheErrors, LayerPlan, fit_layer
 from tools.unfitted_keys import ErrorsOfPaper
 
 from .references import IDENTICAL, attention_output, layer, relative, rope, spectrum, text
 
 
-def plan_layer(*arguments, **options) -> LayerPlan:
+def plan_layer(
+    weights: AttentionWeights,
+    inputs: Tensor,
+    encoded: Tensor | None = None,
+    *,
+    rotation: Rotation | None = None,
+    score_bias: Tensor | None = None,
+    **options: Any,
+) -> LayerPlan:
     """The plan alone."""
-    return fit_layer(*arguments, **options)[0]
+    return fit_layer(weights, AttentionInputs(inputs, encoded, rotation, score_bias), **options)[0]
 
 
 def caches(plan: LayerPlan) -> set[tuple[str, int]]:
@@ -59,8 +67,8 @@ def test_candidates_and_their_bytes() -> None:
 
 def test_plans_survive_json() -> None:
     for weights in (layer(), layer(kv_heads=2)):
-        for eight_bits in (None, torch.int8):
-            plan = plan_layer(weights, text(126), rotation=rope(126), eight_bits=eight_bits)
+        for dtype in (None, torch.int8):
+            plan = plan_layer(weights, text(126), rotation=rope(126), cache_dtype=dtype)
             plain = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
             assert plain == plan.to_dict()
             assert plain["chosen"] in plain["candidates"]
@@ -74,7 +82,7 @@ def test_caches_in_8_bits_are_held_to_int8_keys_and_values(
     dtype: torch.dtype, condition: float, tolerance: float
 ) -> None:
     arguments = {"rotation": rope(252), "tolerance": tolerance}
-    plan = plan_layer(layer(condition=condition), text(252), eight_bits=dtype, **arguments)
+    plan = plan_layer(layer(condition=condition), text(252), cache_dtype=dtype, **arguments)
     judge, before = plan.ordinary_int8, plan_layer(layer(condition=condition), text(252), **arguments)
     assert judge is not None
     assert (judge.dtype, judge.bytes_per_token) == ("int8", 2 * (48 + 4 * 2))
@@ -104,7 +112,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 
 
 def test_cross_attention_and_bad_arguments() -> None:
-    plan = plan_layer(layer(), text(7), text(126), causal=False)
+    plan = plan_layer(layer(), text(7), text(126))
     assert ("e", 0) in caches(plan)
     with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
         plan_layer(layer(), text(1))
@@ -131,7 +139,7 @@ def test_cross_attention_and_bad_arguments() -> None:
 
 
 def test_ordinary_errors_are_those_of_attention_in_that_dtype() -> None:
-    errors = CacheErrors(layer(), text(126), rotation=rope(126))
+    errors = CacheErrors(layer(), AttentionInputs(text(126), rotation=rope(126)))
     assert errors.ordinary(torch.float64).output_error == 0
     half, single = (errors.ordinary(dtype) for dtype in (torch.bfloat16, torch.float32))
     assert 0 < single.value_error < torch.finfo(torch.float32).eps < half.value_error < torch.finfo(torch.bfloat16).eps
@@ -142,7 +150,7 @@ def test_biases_of_scores_are_measured_with() -> None:
     weights, seen = layer(biases=True), text(30)
     bias = 3 * torch.randn(4, 30, 30, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     judged, own = seen[15:], bias[:, 15:, 15:]
-    errors = CacheErrors(weights, judged, score_bias=own)
+    errors = CacheErrors(weights, AttentionInputs(judged, score_bias=own))
     expected = attention_output(weights, judged, score_bias=own)
     assert relative(errors.output + weights.output_bias, expected) < IDENTICAL
     assert plan_layer(weights, seen, score_bias=bias).ordinary == errors.ordinary(torch.bfloat16)
@@ -179,7 +187,7 @@ def embedded() -> tuple[list[tuple[AttentionWeights, Tensor]], Rotation]:
         AttentionWeights(*(getattr(at, f"{name}_proj").weight.detach() for name in "qkvo"), heads=4, kv_heads=4)
         for at in layers
     ]
-    return list(zip(weights, seen)), Rotation.from_repeated(cos[0], sin[0])
+    return list(zip(weights, seen)), Rotation(cos[0], sin[0])
 
 
 @lru_cache
@@ -227,14 +235,14 @@ def test_trained_layers_in_int8() -> None:
     """Keys alone fail on every layer; few V-coordinates bring half of int8 keys and values within twice its error."""
     layers, rotation = embedded()
     for weights, inputs in layers:
-        plan = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.int8)
+        plan = plan_layer(weights, inputs, rotation=rotation, cache_dtype=torch.int8)
         assert plan.ordinary_int8 is not None
         by_rank = {one.rank: one.output_error for one in plan.candidates if one.dtype == "int8"}
         assert by_rank[0] > 10 * plan.ordinary_int8.output_error
         assert by_rank[32] < 2 * plan.ordinary_int8.output_error
         assert (plan.chosen.plan, plan.chosen.dtype) == ("k+r", "int8")
         assert plan.chosen.bytes_per_token < 0.6 * plan.ordinary_int8.bytes_per_token
-        fp8 = plan_layer(weights, inputs, rotation=rotation, eight_bits=torch.float8_e4m3fn)
+        fp8 = plan_layer(weights, inputs, rotation=rotation, cache_dtype=torch.float8_e4m3fn)
         assert fp8.chosen.dtype == "float16"
 
 
@@ -245,7 +253,7 @@ def test_full_rank_is_an_ordinary_cache() -> None:
     plan = plan_layer(weights, inputs, rotation=rotation, rank_shares=(Fraction(1),))
     full = next(one for one in plan.candidates if one.rank == 256)
     assert full.bytes_per_token == plan.ordinary.bytes_per_token
-    measured = CacheErrors(weights, inputs[256:], rotation=rotation.tokens(slice(256, None)))
+    measured = CacheErrors(weights, AttentionInputs(inputs, rotation=rotation).part(slice(256, None)))
     assert full.value_error == pytest.approx(measured.ordinary(torch.float16).value_error, rel=0.05)
 
 
@@ -257,9 +265,9 @@ def test_inputs_of_a_model_are_exact_in_its_dtype() -> None:
 
 
 def test_keys_alone_err_by_what_the_map_makes_of_their_rounding() -> None:
-    """Of the keys as they are, with their bias; the map is exact where they are not rounded."""
+    """Keys are rounded with their bias; the map is exact where they are not rounded."""
     weights, inputs = layer(biases=True), text(64)
-    errors = ErrorsOfPaper(weights, inputs, rotation=rope(64))
+    errors = ErrorsOfPaper(weights, AttentionInputs(inputs, rotation=rope(64)))
     for dtype in (torch.bfloat16, torch.float16):
         noise = errors.keys.to(dtype).double() - errors.keys
         wrong = noise @ torch.linalg.solve(weights.W_K, weights.W_V)
