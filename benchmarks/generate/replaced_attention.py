@@ -16,8 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
-from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.placeholders import SharedKV
+from hf_fastdecode.attention.kv import ForestKV, Segment, SharedKV
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.measurement.rows import NotAvailableError
 

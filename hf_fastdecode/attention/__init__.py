@@ -9,7 +9,7 @@ Words:
     own node: the head of a long suffix, which the kernels read as a node of one row (`launch.plan`).
     chain: short nodes that are read together with a node below them (`launch.plan`).
     slot: the storage row of a suffix. Beam search reorders rows without moving keys: a table of *origins* then tells
-        which slot holds each token of a row's suffix (`cache.origins`).
+        which slot holds each token of a row's suffix (`cache.storage.SuffixOrigins`).
     step: one forward pass of all layers that appends `queries` tokens to every row, usually 1.
     unit, piece, program: a query tile of a node for one KV head; a part of a unit's keys; one thread block of the node
         kernel, with an equal share of all keys (`kernels/forest_decode/schedule.py`).
@@ -39,5 +39,5 @@ Where to add:
         `captured_in_place`.
     An architecture: usually nothing. Else an argument of its attention function in `interface._WITHOUT_EFFECT`; a
         score option in `kv.Scoring`, the reference and all operators; a kind of mask in
-        `masks.shared_context_mask`; what cannot share in `generation/support/`.
+        `interface.shared_context_mask`; what cannot share in `generation/support/`.
 """

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD
+from .kv import NotATensorError
 from .own_code import own_code_of
-from .placeholders import NotATensorError
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""

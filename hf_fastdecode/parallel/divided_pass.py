@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention.forest import Span
 from ..attention.kv import Segment
-from ..attention.runs import PackedRuns, Run
+from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from .collectives import gathered_tokens
 from .shards import gathered_order
 

@@ -17,12 +17,12 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
-from hf_fastdecode.attention.runs import Run
 from hf_fastdecode.attention.torch_operators.decode_ops import (
     biased_causal_attention,
     biased_forest_attention,
     forest_attention,
 )
+from hf_fastdecode.attention.torch_operators.prefill_ops import Run
 
 from .forests import (
     DEVICES,

@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import runners
+from hf_fastdecode.generation.steps import modes
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts
@@ -40,7 +40,7 @@ def test_tokens_are_stocks(name, uncaptured, monkeypatch):
 
     Rows leave for a smaller capture, and beams are reordered.
     """
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model = tiny_model_of(name)
     calls = [ENDING, *([BEAMS] if name == "Qwen3NextForCausalLM" else [])]
     stock = [run(model, arguments, PROMPTS) for arguments in calls]

@@ -15,7 +15,7 @@ from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.foreign_code import Gathering
 from hf_fastdecode.generation.inputs.encoded import encode_distinct
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.generation.structure import Structure
 
 from ..architectures.classes import tiny_model_of

@@ -20,23 +20,13 @@ from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure
-from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.graph_capture import has_projections
 from hf_fastdecode.generation.support import model as model_checks
 from hf_fastdecode.parallel.collectives import merge_over, merged, partial_buffer
 from hf_fastdecode.parallel.groups import splitting_groups
 
 from .processes import Models, scenario
-from .scenarios import (
-    GREEDY,
-    PROMPT,
-    PROMPTS,
-    SAMPLING,
-    draw,
-    raising,
-    reason,
-    same_value,
-    values,
-)
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, draw, raising, reason, same_value, values
 
 
 @scenario

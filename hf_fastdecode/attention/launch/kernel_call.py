@@ -19,7 +19,7 @@ from ...kernels.prefill.config import refusal
 from ..forest import Forest
 from ..kv import Scoring, Segment
 from ..partial import Partial
-from ..runs import PackedRuns, Stored
+from ..torch_operators.prefill_ops import PackedRuns, Stored
 
 if TYPE_CHECKING:  # it imports triton, which may be missing
     from ...kernels.forest_decode.api import Config

@@ -26,8 +26,8 @@ from ...errors import Unsupported
 from ..forest import Forest, Node
 from ..kv import ForestKV, Segment
 from ..partial import Partial, merge
-from ..runs import Run
 from .operators import DenseAttention, causal_mask, choose_operator, plain_partial, with_sinks
+from .prefill_ops import Run
 
 Segments = Sequence[Segment] | Mapping[int, Segment]
 

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ...attention.forest import Path
+from ...errors import Unsupported
 from ..state import SharedState
 from ..storage import TokenStorage
 from ..stores import Store
-from .attention import SharedContextLayer, require_dtype
+from .attention import CapturedLayer, SharedContextLayer, require_dtype
 
 End = tuple[int, int]
 """Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
@@ -272,6 +274,10 @@ class StateLayer(LayerOfOwnStates):
         twin.dtype, twin.device = self.dtype, self.device
         return twin
 
+    def captured(self, state: SharedState, buffers: Iterator[CapturedStateLayer]) -> Any:
+        """The layer in the view of a captured pass: the next one of a step's buffers, or itself in other passes."""
+        return next(buffers, self)
+
     def activate_past_recording(self) -> None:
         """No-op: states are overwritten in place."""
 
@@ -306,6 +312,124 @@ class StateAndAttentionLayer(StateLayer, SharedContextLayer):
         twin.ends = dict(self.ends)
         return twin
 
+    def captured(self, state: SharedState, buffers: Iterator[CapturedStateLayer]) -> Any:
+        states, layer = next(buffers, None), CapturedLayer(self, state)
+        return layer if states is None else CapturedStateAndAttentionLayer(layer, states)
+
     def reset(self) -> None:
         StateLayer.reset(self)
         SharedContextLayer.reset(self)
+
+
+class CapturedStateLayer(LayerOfOwnStates):
+    """A layer whose states are always there, for any prompt, and are updated in place."""
+
+    is_compileable = False
+
+    def __init__(self, states: States):
+        numbers = 1 + max((*states.conv, *states.recurrent))
+        LinearAttentionLayer.__init__(self, number_of_states=numbers)
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
+        for number, one in states.conv.items():
+            self.is_conv_states_initialized[number] = True
+            self.conv_kernel_size[number] = one.shape[-1]
+            self.dtype, self.device = one.dtype, one.device
+        for number in states.recurrent:
+            self.is_recurrent_states_initialized[number] = True
+        self.has_previous_state = dict.fromkeys(range(numbers), True)
+
+
+class CapturedStateAndAttentionLayer(CapturedLayer, CapturedStateLayer):
+    """A layer of a captured step that stores states beside keys and values."""
+
+    def __init__(self, layer: CapturedLayer, states: CapturedStateLayer):
+        self.__dict__.update({**vars(states), **vars(layer)})
+
+
+class CapturedStates:
+    """States that captured steps update: buffers at fixed addresses, which hold the rows of one batch at a time.
+
+    A graph reads and writes states where they were at its capture. All captures of a model use the first rows of the
+    same buffers. A batch is loaded once, when its first step is replayed: its states are copied to the buffers, and
+    its layers keep views of these, so that steps of any kind and compaction find them there. What another batch still
+    holds in the buffers is copied out first.
+
+    Args:
+        rows: Most rows of a batch.
+        layers: Of a batch whose states, or those at the ends of its prompts, tell shapes and dtypes.
+
+    Raises:
+        Unsupported: A layer has no state yet.
+    """
+
+    def __init__(self, rows: int, layers: Sequence[StateLayer]):
+        self.rows = rows
+        self._shapes = _shapes(layers)
+        with torch.inference_mode(False):
+            self._buffers = [
+                example.each(lambda one: one.new_zeros(rows, *one.shape[1:])) for example in _examples(layers)
+            ]
+        self._held: list[tuple[ref[StateLayer], States]] = []
+
+    def serve(self, rows: int, layers: Sequence[StateLayer]) -> bool:
+        """Whether they have room for so many rows with states such as these layers'."""
+        return rows <= self.rows and _shapes(layers) == self._shapes
+
+    def layers_of(self, layers: Sequence[StateLayer], rows: int) -> list[CapturedStateLayer]:
+        """The layers in a captured pass over `rows` rows."""
+        buffers = zip(layers, self._buffers, strict=True)
+        return [CapturedStateLayer(states.each(lambda one: one[:rows])) for _, states in buffers]
+
+    def load(self, layers: Sequence[StateLayer], fork: Callable[[Sequence[StateLayer]], None], step_rows: int) -> None:
+        """Let the buffers hold the states of this batch, for a step of so many rows; `fork` makes those of a layer."""
+        if self._hold(layers):
+            return
+        self.release()
+        for layer, buffers in zip(layers, self._buffers, strict=True):
+            fork([layer])
+            states = layer.states
+            if states is None:
+                raise Unsupported("rows have no states yet, which a captured step could continue")
+            rows = states.rows
+            views = buffers.each(lambda one, rows=rows: one[:rows])  # type: ignore[misc]
+            for buffer, one in zip(buffers.tensors, states.tensors, strict=True):
+                buffer[:rows].copy_(one)
+                buffer[rows:step_rows].zero_()  # of no row: finite numbers
+            layer.place(views)
+            self._held.append((ref(layer), views))
+
+    def release(self) -> None:
+        """Copy states that a batch still holds here to memory of its own, before a capture or another batch."""
+        for known, views in self._held:
+            if (layer := known()) is not None and _are(layer, views):
+                with torch.inference_mode(False):
+                    layer.place(views.each(Tensor.clone))
+        self._held = []
+
+    def _hold(self, layers: Sequence[StateLayer]) -> bool:
+        held = self._held
+        return len(held) == len(layers) and all(
+            known() is layer and _are(layer, views) for layer, (known, views) in zip(layers, held, strict=True)
+        )
+
+
+def _examples(layers: Sequence[StateLayer]) -> list[States]:
+    """A row's states of each layer, of any row."""
+    found = [layer.states or next(iter(layer.ends.values()), None) for layer in layers]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        raise Unsupported("rows have no states yet, which a captured step could continue")
+    return known
+
+
+def _shapes(layers: Sequence[StateLayer]) -> list[list[tuple[torch.Size, torch.dtype, torch.device]]]:
+    return [[(one.shape[1:], one.dtype, one.device) for one in states.tensors] for states in _examples(layers)]
+
+
+def _are(layer: StateLayer, views: States) -> bool:
+    """Whether a layer's states are these very tensors."""
+    states = layer.states
+    if states is None:
+        return False
+    return all(one is other for one, other in zip(states.tensors, views.tensors, strict=True))

@@ -163,7 +163,7 @@ def rows_that_fit(cache: SharedContextCache, rows: int, logits: Logits, new_toke
         beside: Further bytes on the device of the logits, however many rows decode.
     """
     per_row, held = dict[torch.device, int](), dict[torch.device, int]()
-    room = cache.state.suffix_room(min(new_tokens, _EXPECTED))
+    room = cache.state.division.room(min(new_tokens, _EXPECTED))
     for layer in cache.attention_layers:
         device, storage = layer.device, layer.storage
         per_row[device] = per_row.get(device, 0) + room * storage.suffix_bytes_per_token
@@ -183,8 +183,8 @@ def rows_that_fit(cache: SharedContextCache, rows: int, logits: Logits, new_toke
 def suffixes_may_grow(cache: SharedContextCache, tokens: int) -> bool:
     """Whether memory suffices to make room for `tokens` tokens in each suffix."""
     more, largest = dict[torch.device, int](), dict[torch.device, int]()
-    room = cache.state.suffix_room(tokens)
-    most = None if cache.state.max_suffix is None else cache.state.suffix_room(cache.state.max_suffix)
+    room = cache.state.division.room(tokens)
+    most = None if cache.state.max_suffix is None else cache.state.division.room(cache.state.max_suffix)
     for layer in cache.attention_layers:
         storage, device = layer.storage, layer.device
         per_token = cache.rows * storage.suffix_bytes_per_token

@@ -22,8 +22,7 @@ from ...parallel.agreement import NoRoomError
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
-from ..steps.modes import StepsMaker
-from ..steps.runners import EagerSteps, Steps
+from ..steps.modes import EagerSteps, Steps, StepsMaker
 from ..support.call import step_arguments
 from .decisions import Decisions, Logits, rows_that_fit
 from .refill import Refill, Wave, concatenate

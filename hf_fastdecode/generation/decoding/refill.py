@@ -23,8 +23,7 @@ from torch import Tensor
 from ...cache.shared import SharedContextCache
 from ..prompts.start import Start
 from ..report import CallReport
-from ..steps.modes import StepsMaker
-from ..steps.runners import Steps
+from ..steps.modes import Steps, StepsMaker
 from .decisions import suffixes_may_grow
 from .sampling import Sampler
 from .stopping import FinishedRowPoller, Stopping

@@ -26,8 +26,8 @@ from ..decoding.decisions import agreed_criteria
 from ..decoding.decode import decode_shared
 from ..prompts.start import start_shared
 from ..same_calls import require_same_draws
-from ..steps.early_kernels import begin_compiling_sampler
 from ..steps.modes import call_passes, choose_mode
+from ..steps.prefill_passes import begin_compiling_sampler
 
 
 def decode(

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...cache.layers.images import ImageInputs
+from ...cache.layers.cross import ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...cache.consolidate import consolidate
+from ...cache.forest_cache import consolidate
 from ...cache.shared import SharedContextCache
 from ..call_context import CallContext
 from ..fingerprint import filled_by

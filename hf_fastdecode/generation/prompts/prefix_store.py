@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..._compat import tensor_version
 from ...attention.forest import Forest
-from ...cache.consolidate import consolidate
+from ...cache.forest_cache import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...parallel.groups import local_part

@@ -15,8 +15,8 @@ from ...errors import Unsupported
 from ..beside import Beside
 from ..call_context import CallContext
 from ..forward_pass import forward_pass, input_device, places_tokens
-from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
+from ..steps.prefill_passes import begin_compiling_attention
 from .call_plan import CallPlan, Request, plan_call, planned_alike, weights_hold
 from .gain import require_gain
 from .packed import UnsharedPrompts, prefill_unshared, stacked

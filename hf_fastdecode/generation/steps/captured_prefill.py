@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 from ..._compat import keeps_logits
 from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
-from ...cache.captured_prefill import CapturedPrefillCache, CapturedRowsCache, ContextTables
+from ...cache.captured import CapturedCache
+from ...cache.captured_prefill import ContextTables, InputsOfAPass, PaddedPass, PaddedRows
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
-from ...cache.state import PrefillItem
+from ...cache.state import Pass, PrefillItem
 from ..beside import Beside
 from ..forward_pass import forward_pass
 from ..structure import Structure
@@ -112,16 +113,17 @@ class CapturedPrefill:
         ids, positions, runs = self._inputs[: 3 * tokens].view(3, 1, tokens)
         wanted = self._inputs[3 * tokens :]
         self._tables = None if forest is None else ContextTables(tokens, cache, forest, device)
-        self._view = view = CapturedPrefillCache(cache, runs[0] if shape.several else None, self._tables)
+        self._padded = padded = PaddedPass(runs[0] if shape.several else None, self._tables)
+        view = CapturedCache(cache, Pass(padded=padded))
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, "return_dict": True}
         keeps = keeps_logits(model)
         if keeps:
             arguments["logits_to_keep"] = wanted
 
         def run() -> tuple[Tensor, ...]:  # no reference to self, as `CapturedGraph` demands
-            view.begin()
+            padded.begin()
             logits = forward_pass(model, view, positions, **arguments).logits[0]
-            return ((logits if keeps else logits[wanted]).contiguous(), *view.take())
+            return ((logits if keeps else logits[wanted]).contiguous(), *padded.take())
 
         rows = {"rows": tokens, "fused_rows": shape.fused_rows}
         self._graph = capture_first_pass(run, model, structure, self.lengths, pool, **rows)
@@ -160,7 +162,7 @@ class CapturedPrefill:
     def end(self, cache: SharedContextCache, outputs: tuple[Tensor, ...], wanted: int) -> Tensor:
         """Store what a pass over the cache's current items returned; the `wanted` logits, as of a call."""
         logits, *buffers = outputs
-        self._view.store(cache, buffers)
+        self._padded.store(cache, buffers)
         return logits[:wanted].clone()
 
     def _arranged(self, runs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
@@ -299,7 +301,7 @@ class CapturedRows:
 
     Such a pass takes the host longer, to launch the kernels of all layers, than the device to run them. Inputs have
     one length, as recordings do, and prompts too, without padding; others run eagerly. Keys and values of both are
-    stored, see `cache.captured_prefill.CapturedRowsCache`.
+    stored, see `cache.captured_prefill.PaddedRows`.
 
     Args:
         cache: The cache of the pass to capture with, whose items are being prefilled.
@@ -320,23 +322,25 @@ class CapturedRows:
         hidden: Tensor = cache.inputs.arguments[ENCODER_OUTPUTS][0]
         self._ids, self._places = torch.zeros(2, shape.rows, shape.width, dtype=torch.long, device=device)
         self._hidden = torch.zeros_like(hidden)
-        self._view = view = CapturedRowsCache(cache, shape.rows, self._hidden, structure.layout)
+        self._padded = padded = PaddedRows()
+        view = CapturedCache(cache, Pass(padded=padded))
+        view.inputs = self._inputs = InputsOfAPass(view, cache.inputs, self._hidden, structure.layout)
         self._kinds = kinds = list[Any]()  # of the model's output
         arguments = {"input_ids": self._ids, "use_cache": True, "return_dict": True}
 
         def run(places: Tensor = self._places) -> tuple[Tensor, ...]:  # no reference to self, see `CapturedGraph`
-            view.begin()
+            padded.begin()
             output = forward_pass(model, view, places, **arguments)
             kinds[:] = [type(output)]
             logits = output.logits.contiguous()  # of all tokens: what is wanted differs from loop to loop
-            return logits, *view.take()
+            return logits, *padded.take()
 
         rows = shape.rows * shape.width
         self._graph = capture_first_pass(run, model, structure, self.lengths, pool, rows=rows, fused_rows=0)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would, and its memory is not read by another cache."""
-        return self.lengths.serve(longest) and self._view.is_free
+        return self.lengths.serve(longest) and self._inputs.are_free
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items, for which `fits` holds.
@@ -354,6 +358,6 @@ class CapturedRows:
         self._places.copy_(places)
         self._hidden.copy_(cache.inputs.arguments[ENCODER_OUTPUTS][0])
         logits, *buffers = self._graph.replay()
-        self._view.store(cache, buffers)
-        self._view.lend(cache)
+        self._padded.store(cache, buffers)
+        self._inputs.lend(cache)
         return self._kinds[0](logits=logits[:, -wanted:].clone())

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.own_code import own_code_of
-from ...cache.captured import CapturedStates, storages_in_place
+from ...cache.captured import storages_in_place
+from ...cache.layers.state import CapturedStates
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -141,10 +142,10 @@ class Captures:
         """
         if not cache.state_layers:
             return None
-        if self._states is None or not self._states.serve(rows, cache):
+        if self._states is None or not self._states.serve(rows, cache.state_layers):
             self._states = None
             self._steps = [kept for kept in self._steps if kept.states is None]
-            self._states = CapturedStates(rows, cache)
+            self._states = CapturedStates(rows, cache.state_layers)
         return self._states
 
     def release_states(self) -> None:

@@ -34,12 +34,10 @@ from ..forward_pass import takes_positions
 from ..model_watch import ModelWatch
 from ..snapshot import ModelWalk, captured_state
 from ..support.call import is_nothing
-from .capture_failures import Failure, fall_back
 from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason
-from .modes import choose_mode, fused_rows
-from .prefill_passes import RowPasses
-from .runners import report_captured
+from .modes import choose_mode, fused_rows, report_captured
+from .prefill_passes import Failure, RowPasses, fall_back
 
 _QUERIES = (1, 4, MAX_QUERIES)
 """Captured numbers of tokens: up to 64 tokens in all, a pass takes about as long as one of one token per row."""

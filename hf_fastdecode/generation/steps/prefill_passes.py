@@ -1,23 +1,45 @@
-"""Runs the prefill passes of a call by captured graphs, where there are some or a capture pays."""
+"""The captured prefill passes of a call, the kernels that compile meanwhile, and captures that fail.
+
+While a model's first prompts are prefilled, the kernels that its steps will launch begin to compile. They are found by
+launches over empty tensors, which do not take place (`kernels.ahead`); those not found are compiled at the capture.
+
+A capture may run out of memory, be refused by a kernel or a view (`Unsupported`), perhaps for this batch's rows or
+lengths alone, or meet an operation that CUDA does not allow during a capture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...attention.forest import Forest
+from ...attention.kv import Scoring, SuffixLengths
+from ...attention.launch.plan import HeadShape, choose_own_nodes
+from ...attention.launch.step_tables import RestTables, StepTables
+from ...attention.partial import unwritten_partial
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
+from ...cache.handles import ExpandedOfStep
 from ...cache.layers.cross import ENCODER_OUTPUTS
+from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
+from ...cache.stores import Kind, Store
+from ...errors import Unsupported, ran_out_of_memory
+from ...kernels.ahead import compile_in_background
+from ...parallel.agreement import PassFailedError
 from ..call_context import CallContext
-from .capture_failures import Failure, fall_back
+from ..decoding.sampling import compile_sampler
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
+from .captured_step import bucket
+
+if TYPE_CHECKING:
+    from ..call_context import CallContext
+
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
@@ -184,3 +206,116 @@ def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
         return True
     total = torch.cuda.get_device_properties(model.device).total_memory
     return numbers * model.dtype.itemsize <= total / _MEMORY_PER_BUFFERS
+
+
+def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
+    """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
+    head = call.model.get_output_embeddings()
+    if not _is_first_capture(call) or head is None:
+        return
+    dtype, device = call.model.dtype, call.model.device
+
+    def launch() -> None:  # where weights are quantized it may find none
+        logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
+        compile_sampler(call.options.sampler, processors, call.config, prompts, logits)
+
+    compile_in_background(launch, device)
+
+
+def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
+    """Begin to compile the decode kernels for steps over a forest."""
+    if not _is_first_capture(call) or call.structure.parallel is not None:  # whose steps launch others
+        return
+    model, layout = call.model, call.structure.layout
+    steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
+    made_of = next(iter(layout.expanding.values()), None)
+
+    def launch() -> None:
+        attended, merged = forest, False
+        if made_of is not None and (wanted := paying_nodes(forest, steps)):
+            split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(forest)
+            attended, merged = split.as_stored, True
+            _attend_expanded(
+                next(iter(layout.distinct)), Widths.of(made_of), split.expanded, model.dtype, model.device
+            )
+        for store in layout.distinct:
+            if store.kv_heads and (store.head_dim == store.value_dim or store.kind is Kind.LATENT):
+                _attend(store, attended, model.dtype, model.device, merged=merged)
+
+    compile_in_background(launch, model.device)
+
+
+def _is_first_capture(call: CallContext) -> bool:
+    return call.mode != "eager" and not call.state.captures.made
+
+
+def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:
+    """Launch the kernels of a layer's captured step over a forest, for launches that are left out.
+
+    With `merged`, what they compute is merged with expanded nodes.
+    """
+    rows, heads, kv_heads = bucket(forest.rows), store.kv_heads * store.group_size, store.kernel_heads
+    rest = store.head_dim - store.value_dim  # of latents
+    query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
+    keys = torch.empty(rows, kv_heads, 1, store.value_dim, dtype=dtype, device=device)
+    values = torch.empty(rows, kv_heads, 1, rest, dtype=dtype, device=device) if rest else keys
+    scoring = Scoring(1.0)
+    own_nodes = choose_own_nodes(rows, HeadShape.of(query, keys, scoring), device, dominate=False)
+    tables = StepTables(rows, [0], forest, device, own_nodes)
+    tables.follow(forest, SuffixLengths(), {})
+    into = unwritten_partial(query, store.value_dim) if merged else None
+    tables.attend(0, query, keys, values, scoring, into=into)
+
+
+def _attend_expanded(store: Store, widths: Widths, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
+    """The same of nodes with latents that are read as keys and values."""
+    rows, heads = bucket(forest.rows), store.query_heads
+    query = torch.empty(rows, heads, 1, widths.key + widths.rotated, dtype=dtype, device=device)
+    own = unwritten_partial(query, widths.value)
+    tables = RestTables(widths.rotated, rows, [0], forest, device)
+    tables.follow(forest, SuffixLengths(), {})
+    ExpandedOfStep(0, widths, tables).attend(query, Scoring(1.0), own)
+
+
+class Failure(NamedTuple):
+    """Why a capture failed.
+
+    Attributes:
+        reason: The error's first line.
+        out_of_memory: Whether PyTorch's memory did not suffice: fewer rows may be captured.
+        unsupported: Whether it was refused: other rows and lengths may be captured.
+    """
+
+    reason: str
+    out_of_memory: bool
+    unsupported: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Classify the error of a capture; one for which other processes wait (`PassFailedError`) is raised again."""
+        if isinstance(error, PassFailedError):
+            raise error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return cls(reason, ran_out_of_memory(error), isinstance(error, Unsupported))
+
+
+def fall_back(call: CallContext, what: str, failure: Failure, key: Hashable, *, lasts: bool, raises: bool) -> str:
+    """Run eagerly what could not be captured, with a warning once; returns the reason.
+
+    Args:
+        what: What runs eagerly, as the warning says it.
+        key: What it is for `Captures.failures`.
+        lasts: Whether it is not captured again until `Captures.retry`.
+        raises: Whether a forced mode raises ValueError.
+    """
+    if raises and (forced := call.options.needs_capture):
+        raise cannot_run(forced, failure.reason)
+    if lasts:
+        call.state.captures.fail(key, failure.reason, call.model.device)
+    call.state.log_once(f"{what} ({failure.reason})")
+    return failure.reason
+
+
+def cannot_run(forced: str, reason: str) -> ValueError:
+    """The error of a forced option that cannot be fulfilled."""
+    return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")

@@ -13,15 +13,16 @@ from ..._compat import CACHE, AnyDropout
 from ...attention.active_passes import ATTENTION_NAME
 from ...attention.own_code import own_code_of
 from ...cache.layout import ModelLayout
-from ...cache.model_types import (
+from ...cache.stores import (
     ENCODER_DECODERS,
     LEAVES_TOKENS_OUT,
     OTHER_ENCODER_DECODERS,
+    PER_TOKEN,
     STATES_IN_CACHES,
     STATES_NOT_SHARED,
+    Kind,
     leaves_tokens_out,
 )
-from ...cache.stores import PER_TOKEN, Kind
 from ...errors import Unsupported
 from ...parallel.groups import common_group, splitting_groups
 from ...parallel.sequence import window_is_not_divided

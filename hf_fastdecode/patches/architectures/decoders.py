@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..._compat import cache_in, takes_old_name, with_cache
 from ...attention.interface import attend_shared, positions_of_pass, shared_context_attention
+from ...attention.kv import SharedKV
 from ...attention.own_code import OwnCode
-from ...attention.placeholders import SharedKV
 from .encoder_decoders import embed_positions, project_heads
 
 

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.kv import Scoring
+from ...attention.kv import Scoring, SharedKV
 from ...attention.own_code import OwnCode
 from ...attention.partial import Partial
-from ...attention.placeholders import SharedKV
 from ...cache.layers.latent import multiplying
 from ...parallel.groups import local_part
 

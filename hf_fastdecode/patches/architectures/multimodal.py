@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..._compat import CACHE, cache_in
 from ...attention.own_code import Method, OwnCode
-from ...cache.layers.images import ImageView
+from ...cache.layers.cross import ImageView
 
 
 class _WithoutImages:
