@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD
-from .kv import NotATensorError
 from .own_code import own_code_of
 
 ATTENTION_NAME = "hf_fastdecode"
@@ -57,15 +56,8 @@ class RowLengths:
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
 
 
-def lengths_of_pass() -> RowLengths | None:
-    """Those of the current forward pass of this thread; None outside `active`."""
-    return _lengths.get()
-
-
-def require_active(what: str = "update", whose: str = "keys and values") -> None:
-    """Raise `NotATensorError` outside of `active`: only passes within it can read a shared-context cache."""
-    if _lengths.get() is None:
-        raise NotATensorError(what, whose)
+lengths_of_pass = _lengths.get
+"""Those of the current forward pass of this thread; None outside `active`."""
 
 
 class _NameOfPasses(str):

@@ -34,15 +34,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import Unsupported
-from .active_passes import (
-    ATTENTION_NAME,
-    RowLengths,
-    autocast_dtype,
-    cast,
-    config_switch,
-    lengths_of_pass,
-    no_autocast,
-)
+from .active_passes import ATTENTION_NAME, RowLengths, cast, config_switch, lengths_of_pass, no_autocast
 from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
 from .own_code import own_code_of
 
@@ -209,8 +201,12 @@ def shared_context_attention(
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    if kwargs:
-        _check_arguments(module, kwargs)
+    for name, given in kwargs.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            what = f"{name!r} ({type(given).__name__})"
+            raise Unsupported(
+                f"{type(module).__name__} passes {what} to its attention function, with an unknown effect"
+            )
     window = None
     if not (sliding_window is None and attention_mask is None and key.stored_window is None):
         window = _window(module, key, sliding_window, attention_mask, lengths)
@@ -221,12 +217,12 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    if autocast_dtype(query.device) is None:
-        out = key.attend(query, scoring)
-    else:
+    if torch.is_autocast_enabled(query.device.type):
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
             out = key.attend(query, scoring)
+    else:
+        out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
 
 
@@ -243,16 +239,6 @@ def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> N
     if sinks is not None:
         raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
     key.show(mask.shown if isinstance(mask, BidirectionalMask) else None)
-
-
-def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
-    """Raise Unsupported for further arguments that may have an effect."""
-    for name, value in given.items():
-        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
-            raise Unsupported(
-                f"{type(module).__name__} passes {name!r} ({type(value).__name__}) to its attention function, with "
-                "an unknown effect"
-            )
 
 
 def _window(

@@ -54,12 +54,9 @@ def merge(first: Partial, *rest: Partial) -> Partial:
     """
     merged = first
     for part in rest:
-        merged = _merge_two(merged, part)
+        # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty,
+        # -inf - (-inf) would be nan; the clamp makes it -inf, and changes no other weight.
+        lse = merged.lse
+        weight = torch.sigmoid(part.lse - lse.clamp_min(torch.finfo(lse.dtype).min))
+        merged = Partial(torch.lerp(merged.out, part.out, weight.unsqueeze(-1)), torch.logaddexp(lse, part.lse))
     return merged
-
-
-def _merge_two(a: Partial, b: Partial) -> Partial:
-    # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty, -inf - (-inf)
-    # would be nan; the clamp makes it -inf, and changes no other weight.
-    weight_b = torch.sigmoid(b.lse - a.lse.clamp_min(torch.finfo(a.lse.dtype).min))
-    return Partial(torch.lerp(a.out, b.out, weight_b.unsqueeze(-1)), torch.logaddexp(a.lse, b.lse))

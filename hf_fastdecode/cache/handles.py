@@ -276,7 +276,9 @@ class DecodeKV(SharedKV):
             layer.report("decode", did, self._why(query, scoring))
         if scoring.distances is not None:
             return division.merge(biased_forest_attention(query, kv, scoring.scale, scoring.distances))
-        sinks = scoring.sinks if division.suffix_shard.counts_sinks else None
+        sinks = scoring.sinks
+        if sinks is not None and not division.suffix_shard.counts_sinks:
+            sinks = None
         options: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
         return division.merge(decode_ops.forest_attention(query, kv, scoring.scale, **options, backend=backend))
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
-from ..attention.active_passes import require_active
+from ..attention.active_passes import lengths_of_pass
 from ..attention.forest import Forest, Path, Span
+from ..attention.kv import NotATensorError
 from ..attention.torch_operators import BACKENDS, Backend
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
@@ -233,10 +234,14 @@ class SharedContextCache(ForestCache):
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
 
     def has_room(self, tokens: int) -> bool:
-        """Whether suffixes have room for `tokens` tokens per row; the same on all processes that divide them."""
-        room = self.state.division.room(tokens)
-        suffixes = [layer.storage.suffix for layer in self.attention_layers]
-        return all((0 if suffix is None else suffix[0].shape[2]) >= room for suffix in suffixes)
+        """Whether suffixes have capacity for `tokens` tokens per row; the same on all processes that divide them."""
+        needed = self.state.division.room(tokens)
+        for layer in self.layers:
+            if isinstance(layer, SharedContextLayer):
+                suffix = layer.storage.suffix
+                if needed > (0 if suffix is None else suffix[0].shape[2]):
+                    return False
+        return True
 
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
@@ -348,8 +353,8 @@ class SharedContextCache(ForestCache):
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
         """
-        if self.state.current.tensors is None:
-            require_active()  # fail before appending tokens that attention could not read
+        if lengths_of_pass() is None and self.state.current.tensors is None:
+            raise NotATensorError("update", "keys and values")  # before it appends tokens that nothing could read
         if layer_idx not in range(len(self.layers)) or not isinstance(self.layers[layer_idx], SharedContextLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -359,14 +364,14 @@ class SharedContextCache(ForestCache):
 
         Another pass would begin with no prompt's states, and leave its own behind for later ones.
         """
-        self._require_active("get_conv_state", "states")
+        self._require_active("get_conv_state")
         state: Tensor | None = super().get_conv_state(*args, **kwargs)
         return state
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
         if layer_idx is not None:
-            self._require_active("has_previous_state", "states")
+            self._require_active("has_previous_state")
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
 
     @property
@@ -389,10 +394,10 @@ class SharedContextCache(ForestCache):
                 "it is no longer enabled; call hf_fastdecode.enable(model)"
             )
 
-    def _require_active(self, *names: str) -> None:
+    def _require_active(self, what: str) -> None:
         """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""
-        if self.state.current.tensors is None:
-            require_active(*names)
+        if lengths_of_pass() is None and self.state.current.tensors is None:
+            raise NotATensorError(what, "states")
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""

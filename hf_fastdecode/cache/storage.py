@@ -381,15 +381,14 @@ class SuffixIds:
     """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
 
     They are parts ``[rows, tokens]`` int64, one after the other.
+
+    Attributes:
+        length: Known tokens per row, up to the longest suffix.
     """
 
-    def __init__(self, parts: tuple[Tensor, ...] = ()):
+    def __init__(self, parts: tuple[Tensor, ...] = (), length: int | None = None):
         self._parts = parts
-
-    @property
-    def length(self) -> int:
-        """Known tokens per row, up to the longest suffix."""
-        return sum(part.shape[1] for part in self._parts)
+        self.length = sum(part.shape[1] for part in parts) if length is None else length
 
     def known(self, rows: int) -> Tensor:
         """All known ids ``[rows, length]``; undefined beyond a row's own length."""
@@ -408,7 +407,8 @@ class SuffixIds:
         ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
         if before.per_row is None:
             few = len(self._parts) < _MOST_PARTS
-            return SuffixIds((*(self._parts if few else (self.known(len(ids)),)), ids))
+            parts = self._parts if few else (self.known(len(ids)),)
+            return SuffixIds((*parts, ids), self.length + ids.shape[1])
         known = self.known(len(ids)).to(ids.device)
         known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
         lengths = before.per_row.to(ids.device, non_blocking=True).long()

@@ -158,7 +158,7 @@ def _level_partial(
             lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
         outs.append(part.out)
         lses.append(part.lse)
-        row = batch[-1].row_stop
+        row = rows.stop
     if gap := packed.shape[0] - row:
         outs.append(outs[0].new_zeros(gap, *outs[0].shape[1:]))
         lses.append(lses[0].new_full((gap, *lses[0].shape[1:]), -torch.inf))
@@ -169,8 +169,7 @@ def _nodes_partial(
     packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, oldest: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
-    segment = segments[nodes[0].span.segment]
-    keys, values = as_batch(segment.keys, nodes), as_batch(segment.values, nodes)
+    keys, values = as_batch(segments[nodes[0].span.segment], nodes)
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.
@@ -194,19 +193,18 @@ def _nodes_partial(
     )
 
 
-def as_batch(stored: Tensor, nodes: Sequence[Node]) -> Tensor:
+def as_batch(segment: Segment, nodes: Sequence[Node]) -> Segment:
     """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
-    first = nodes[0].span
-    if nodes[-1].span.stop > stored.shape[1]:
-        raise ValueError(f"{nodes[-1].span} lies outside its segment of {stored.shape[1]} tokens")
+    first, last = nodes[0].span, nodes[-1].span
+    if last.start + last.length > segment.keys.shape[1]:
+        raise ValueError(f"{last} lies outside its segment of {segment.keys.shape[1]} tokens")
     spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
-    heads, _, head_dim = stored.shape
-    strides = stored.stride()
-    return stored.as_strided(
-        (len(nodes), heads, first.length, head_dim),
-        (spacing * strides[1], *strides),
-        stored.storage_offset() + first.start * strides[1],
-    )
+    parts = []
+    for stored in segment:
+        strides, (heads, _, head_dim) = stored.stride(), stored.shape
+        shape, start = (len(nodes), heads, first.length, head_dim), stored.storage_offset() + first.start * strides[1]
+        parts.append(stored.as_strided(shape, (spacing * strides[1], *strides), start))
+    return Segment(*parts)
 
 
 def _suffix_partial(
@@ -286,7 +284,7 @@ class AlikeInputs(NamedTuple):
     def of(cls, segment: Segment, nodes: Sequence[Node]) -> AlikeInputs:
         """Those of neighbouring nodes of a segment."""
         rows = slice(nodes[0].row_start, nodes[-1].row_stop)
-        return cls(rows, Segment(*(as_batch(part, nodes) for part in segment)))
+        return cls(rows, as_batch(segment, nodes))
 
 
 def attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:

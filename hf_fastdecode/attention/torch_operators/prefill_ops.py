@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..kv import Scoring
 from ..partial import Partial, merge
-from .operators import DenseAttention, causal_mask, dense_partial, plain_partial, with_sinks
+from .operators import DenseAttention, causal_mask, plain_partial, with_sinks
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -240,15 +240,13 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAtt
     elif count == 1:
         one = query[:, :, 0].transpose(0, 1)
         keys, values = (_batched_by_head(own[:, 0], heads_per_kv_head) for own in (keys, values))
-        part = dense_partial(one, keys, values, dense.scale, causal=True, backend=dense.backend)
+        part = dense.partial(one, keys, values, causal=True)
         part = Partial(part.out.transpose(0, 1)[:, :, None], part.lse.transpose(0, 1)[:, :, None])
     else:
         # The runs become the batch, for one query head of each KV head at a time.
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         heads = [
-            dense_partial(
-                query[:, head].transpose(0, 1), keys, values, dense.scale, causal=True, backend=dense.backend
-            )
+            dense.partial(query[:, head].transpose(0, 1), keys, values, causal=True)
             for head in range(heads_per_kv_head)
         ]
         part = Partial(
@@ -452,7 +450,7 @@ def _partial(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, bias: 
     query = grouped.transpose(0, 1)
     keys, values = (_batched_by_head(part, grouped.shape[1]) for part in (keys, values))
     if bias is None:
-        part = dense_partial(query, keys, values, scale, causal=True)
+        part = DenseAttention(scale).partial(query, keys, values, causal=True)
     elif query.is_cuda and not query.shape[-1] % 8 and not values.shape[-1] % 8:
         scores = bias.expand(*query.shape[:2], -1, -1)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
