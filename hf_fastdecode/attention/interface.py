@@ -329,15 +329,10 @@ def attend_shared(
     window: int | None = None,
     distances: Tensor | None = None,
 ) -> Tensor:
-    """Attention for stand-ins (`own_code`): causal, and within a window if given.
+    """Attention for overrides (`own_code`): causal, and within a window or with `Scoring.distances` if given.
 
-    Args:
-        query: ``[batch, heads, queries, head_dim]``.
-        kv: What the cache layer's ``update`` returned.
-        distances: Biases by distance, see `Scoring.distances`.
-
-    Returns:
-        ``[batch, queries, heads, head_dim]``.
+    Takes queries ``[batch, heads, queries, head_dim]`` and what the cache layer's ``update`` returned; returns
+    ``[batch, queries, heads, head_dim]``.
     """
     lengths = lengths_of_pass()
     binding = window if lengths is None else lengths.keep_if_binding(window)
@@ -356,17 +351,13 @@ def attend_encoded(
     scaling: float,
     project: Callable[[], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Cross-attention for stand-ins: to an encoder's output, whose keys and values a layer's first pass stores.
+    """Cross-attention for overrides: to an encoder's output, whose keys and values a layer's first pass stores.
 
     Args:
-        module: The layer's attention, with its index as ``layer_idx``.
-        query: ``[batch, heads, queries, head_dim]``.
+        query: ``[batch, heads, queries, head_dim]``; the result is ``[batch, queries, heads, head_dim]``.
         cache: What the decoder was given, see `cache.layers.cross.CrossView`.
         mask: What the mask function returned.
         project: Makes keys and values, ``[inputs, kv_heads, tokens, head_dim]`` each; called in the first pass.
-
-    Returns:
-        ``[batch, queries, heads, head_dim]``.
     """
     stored, layer = cache.cross_attention_cache, module.layer_idx
     kv: Any = stored.layers[layer].keys
@@ -384,13 +375,10 @@ def outgrows(length: int) -> bool:
 
 
 def kept_for_capture(key: Hashable, make: Callable[[int], Tensor]) -> Tensor:
-    """A table that a captured graph reads, and that is kept as long as the graph.
+    """A table that a captured graph reads, by its key; made in the capture's first pass and kept as long as the graph.
 
-    It may be too short for the longest row, see `outgrows`: a capture serves no rows that outgrow its tables.
-
-    Args:
-        key: Tells it from other tables of the capture.
-        make: Makes it, given the tokens of the longest row; called in the capture's first pass, which is not captured.
+    `make` is given the tokens of the longest row. The table may be too short for longer ones, see `outgrows`: a
+    capture serves none that outgrow its tables.
     """
     lengths = lengths_of_pass()
     assert lengths is not None

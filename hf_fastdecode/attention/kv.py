@@ -150,17 +150,13 @@ class ForestKV:
 
 
 class ExpandedKV(Protocol):
-    """Those of one layer, as a step attends to them."""
+    """Expanded nodes of one layer, as a step attends to them."""
 
     def attend(self, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
         """Attend to the nodes of each row, without a causal rule, and merge with its other keys.
 
-        Args:
-            query: ``[rows, heads, queries, key_dim]``.
-            own: The partial of the other keys, ``[rows, heads, queries, value_dim]``; ``out`` in the query's dtype.
-
-        Returns:
-            ``[rows, heads, queries, value_dim]`` in the query's dtype.
+        Takes queries ``[rows, heads, queries, key_dim]`` and the partial of the other keys, whose ``out`` is in the
+        query's dtype; returns ``[rows, heads, queries, value_dim]`` in that dtype.
         """
         ...
 
@@ -248,10 +244,8 @@ class CausalMask(_NotATensor):
 class BidirectionalMask(_NotATensor):
     """Returned by `shared_context_mask` for attention without a causal rule, which cross-attention alone may compute.
 
-    Decoders of the BART family make such a mask for an encoder also where they have none.
-
-    Attributes:
-        shown: ``[inputs, tokens]`` bool: the tokens that it shows; all of them when None.
+    Decoders of the BART family make such a mask for an encoder also where they have none. `shown` are the tokens that
+    it shows, ``[inputs, tokens]`` bool; all of them when None.
     """
 
     _what: ClassVar[str] = "masks"

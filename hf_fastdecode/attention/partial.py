@@ -40,17 +40,10 @@ def unwritten_partial(query: Tensor, value_dim: int) -> Partial:
 
 
 def merge(first: Partial, *rest: Partial) -> Partial:
-    """Merge partials over disjoint key sets into the partial over their union.
+    """Merge partials over disjoint key sets, of broadcastable shapes and one dtype, into the partial over their union.
 
     ``lse = logaddexp(lse_a, lse_b)`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, where an
-    empty part (``lse = -inf``) has weight 0, and the union of empty sets stays empty.
-
-    Args:
-        first: A partial; all arguments have broadcastable shapes and one dtype.
-        rest: Any number of further partials.
-
-    Returns:
-        The merged partial (`first` itself when it stands alone).
+    empty part (``lse = -inf``) has weight 0, and the union of empty sets stays empty. One alone is returned as it is.
     """
     merged = first
     for part in rest:

@@ -61,7 +61,7 @@ class CapturedCache(Cache):
         self.next_slot: Tensor | None = None
         self._tables, self._division = current.tables, cache.state.division
         self._first_in_place = in_place[0].index if in_place else None  # lengths are the same for all of them
-        self.is_divided = self._division.parallel is not None
+        self.is_divided = self._division.is_divided
 
     def begin(self) -> None:
         """Begin a step: read the suffixes' lengths on the device, once for all layers."""
@@ -90,8 +90,7 @@ class CapturedCache(Cache):
     def append_in_place(self, layer: int, new: Segment) -> Segment:
         """Write a token of each row, parts ``[rows, 1, 1, width]``, to suffixes that are captured in place.
 
-        Returns the suffixes, ``[rows, 1, capacity, width]`` each; row ``i`` holds ``new.lengths[i]`` tokens. Raises
-        ValueError if the cache holds another dtype.
+        Returns the suffixes as `suffix`; row ``i`` holds ``new.lengths[i]`` tokens.
         """
         suffix = self.suffix(layer, new.keys.dtype)
         slots = self.new.slots
@@ -128,11 +127,7 @@ class CapturedCache(Cache):
 class CapturedInputs:
     """Replaces `EncodedInputs` while a pass is captured: cross-attention reads tables, or buffers.
 
-    Attributes:
-        arguments: Model arguments of the pass; the encoder's output is a placeholder, as no layer projects it again.
-        view: The cache as decoders take it.
-        tokens: Tokens of an input, of which there is a placeholder.
-        layers: The layers that hold keys and values of inputs.
+    The encoder's output among `arguments` is a placeholder of one token, as no layer projects it again.
     """
 
     tokens = 1
@@ -159,15 +154,7 @@ def storages_in_place(cache: SharedContextCache) -> tuple[object, ...]:
 
 
 class ReadTables(ABC):
-    """Kernel tables of a captured step for one sort of keys, empty for a batch without such keys.
-
-    Args:
-        rows: Rows of the step.
-        cache: The batch to capture with.
-
-    Attributes:
-        tables: The tables by layer.
-    """
+    """Kernel tables of a captured step for one sort of keys, by layer; none for a batch without such keys."""
 
     def __init__(self, rows: int, cache: SharedContextCache, device: torch.device):
         self.rows = rows
@@ -208,28 +195,19 @@ class ReadTables(ABC):
 
 
 class TokenTables(ReadTables):
-    """Tables of a step's nodes and suffixes.
-
-    Args:
-        queries: Tokens of each row.
-        reordered: Whether suffixes may be reordered.
-    """
+    """Tables of a step's nodes and suffixes, for `queries` tokens of each row; suffixes may be `reordered`."""
 
     def __init__(
         self, rows: int, cache: SharedContextCache, device: torch.device, queries: int = 1, *, reordered: bool = False
     ):
-        self._queries, self._reordered = queries, reordered
+        self._queries, self._reordered, self._division = queries, reordered, cache.state.division
         super().__init__(rows, cache, device)
 
     def alike(self, cache: SharedContextCache) -> dict[int, Alike]:
         longest, dominate = cache.longest_row(self._queries), cache.state.own_nodes_dominate
         found = dict[int, Alike]()
         for layer in cache.attention_layers:
-            store, heads = layer.store, layer.store.kernel_heads
-            windowed = store.biased or (store.window is not None and longest > store.window)
-            group = store.query_heads // heads if heads else 1
-            latents = layer.storage.holds_latents
-            shape = HeadShape(heads, group, store.head_dim, windowed, latents, biased=store.biased)
+            shape = layer.store.head_shape(longest)
             chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
             # Layers that attend to suffixes by themselves would take own nodes for shared ones.
             without = layer.storage.captured_in_place or self._reordered
@@ -244,6 +222,9 @@ class TokenTables(ReadTables):
 
     def stored(self, cache: SharedContextCache) -> Mapping[int, StoredKV]:
         return {layer.index: layer for layer in cache.attention_layers}
+
+    def suits(self, cache: SharedContextCache) -> bool:
+        return cache.state.division.is_as(self._division) and super().suits(cache)
 
     def make(self, cache: SharedContextCache) -> Callable[..., StepTables]:
         return cache.state.division.tables

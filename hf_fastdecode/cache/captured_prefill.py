@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..attention.forest import Forest, Node, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.kernel_call import padded_intervals, padded_kernel_attention, takes_windows
-from ..attention.launch.plan import NO_OWN_NODES, HeadShape
+from ..attention.launch.plan import NO_OWN_NODES
 from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
 from ..attention.torch_operators.decode_ops import attend_alike
@@ -43,12 +43,7 @@ class ContextTables:
     """
 
     def __init__(self, tokens: int, cache: SharedContextCache, forest: Forest, device: torch.device):
-        stores = {layer.index: layer.store for layer in cache.attention_layers}
-        shapes = {
-            index: HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed=False)
-            for index, store in stores.items()
-        }
-        alike = {index: Alike(shape, NO_OWN_NODES) for index, shape in shapes.items()}
+        alike = {layer.index: Alike(layer.store.head_shape(0), NO_OWN_NODES) for layer in cache.attention_layers}
         # Launch parameters are chosen for these contexts, and sizes for deeper ones.
         self.by_shape = TablesByShape(tokens, alike, _deepened(forest), device)
         self.follow(cache, forest)
@@ -108,7 +103,7 @@ def takes_captured_passes(
         return False
     for layer in cache.attention_layers:
         held = layer.storage.node_example
-        if type(layer.storage) is not TokenStorage and (contexts or not layer.storage.holds_latents):
+        if not layer.storage.takes_padded or (contexts and not layer.storage.kernels_read_contexts):
             return False
         if held is None:
             continue
@@ -246,7 +241,7 @@ class Lease:
 def takes_captured_rows(cache: SharedContextCache, layout: ModelLayout) -> bool:
     """Whether the next pass stores keys and values alone, of inputs and prompts, and inputs hide no tokens."""
     inputs = cache.inputs
-    if type(inputs) is not EncodedInputs or not inputs.stores_next or layout.states or layout.own:
+    if type(inputs) is not EncodedInputs or not inputs.stores_next or cache.state_layers or layout.own:
         return False
     arguments = inputs.arguments
     if any(value is not None for name, value in arguments.items() if name != ENCODER_OUTPUTS):
@@ -291,13 +286,7 @@ class InputsOfAPass(CapturedInputs):
     """Writes the keys and values of a captured pass's inputs to buffers.
 
     Args:
-        view: The view of the pass.
-        inputs: Inputs of the batch to capture with, one for each row.
         hidden: The encoder's output, ``[rows, tokens, width]``, of which the graph reads this tensor.
-        layout: The model's, which says how large the inputs' keys and values are.
-
-    Attributes:
-        layers: Layers that need not project the encoder's output: none in this pass.
     """
 
     layers = ()

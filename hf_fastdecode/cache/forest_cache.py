@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..attention.forest import Forest, Node, Path, Span
+from ..attention.forest import Forest, Node, Path, Span, begin_of, end_of
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
-from .layers.cross import EncodedInputs, begin_of
-from .layers.state import End, StateLayer, end_of
+from .layers.cross import EncodedInputs
+from .layers.state import StateLayer
 from .layout import CacheLayer
 from .state import Pass, PrefillItem, SharedState
 from .storage import Suffixes, TokenStorage
@@ -77,11 +77,10 @@ class ForestCache(Cache):
         """The layers with a state per row, in order."""
         return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
-    def forget_states(self, end: End | None) -> None:
+    def forget_states(self, path: Path) -> None:
         """Drop the states at the end of a path, at which no prompt ends."""
         for layer in self.state_layers:
-            if end is not None:
-                layer.ends.pop(end, None)
+            layer.ends.pop(end_of(path), None)
 
     @property
     def is_empty(self) -> bool:
@@ -150,11 +149,8 @@ class ForestCache(Cache):
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
         """Context in which `prefilling` writes to suffixes: prompt tokens that no other row shares.
 
-        Args:
-            prompts: For each row its tokens after its nodes, ``[length]`` int64 on the CPU; all or none are prefilled.
-
-        Yields:
-            For each row the number of a segment, by which spans refer to the row's suffix, for this time only.
+        It takes for each row its tokens after its nodes, ``[length]`` int64 on the CPU, all or none of which are
+        prefilled, and yields the number of a segment by which spans refer to the row's suffix, for this time only.
         """
         numbers = tuple(range(len(self.segment_tokens), len(self.segment_tokens) + len(prompts)))
         state, suffixes = self.state, Suffixes.of(prompts)
@@ -181,7 +177,7 @@ class ForestCache(Cache):
         self.state.forest, self.state.suffixes, self.state.expanded = forest, Suffixes(), None
         self.state.padded_length = longest if length is None else length
         for layer in self.attention_layers:
-            layer.storage.drop_suffixes()
+            layer.storage.replace_suffixes(None)
         for states in self.state_layers:
             states.drop_rows()
 
@@ -357,13 +353,10 @@ def consolidate(cache: ForestCache, copying: AbstractContextManager[None] | None
     without a gain, or where nodes are divided between processes.
 
     Args:
-        cache: A cache whose forest is set, with empty suffixes.
+        cache: A cache whose forest is set, with empty suffixes; unchanged if memory for copies runs out.
         copying: Context in which copies are allocated, before the cache changes.
-
-    Raises:
-        torch.OutOfMemoryError: Not enough memory for the copies; the cache is unchanged.
     """
-    if cache.state.parallel is not None:  # other places would be on other processes
+    if cache.state.division.is_divided:  # other places would be on other processes
         return
     used = _UsedTokens(cache.forest)
     moved = [span for merge in _merges(cache, used) for span in merge]
@@ -395,12 +388,7 @@ def consolidate(cache: ForestCache, copying: AbstractContextManager[None] | None
 
 
 class _UsedTokens:
-    """The stored tokens that nodes use.
-
-    Attributes:
-        runs: Disjoint spans in storage order; each node's span lies within one of them.
-        nodes: Number of nodes with tokens in each run.
-    """
+    """The stored tokens that nodes use: disjoint `runs` in storage order, with the number of `nodes` in each."""
 
     def __init__(self, forest: Forest):
         self.runs: list[Span] = []

@@ -29,7 +29,7 @@ from ..kernels.forest_decode.limits import refusal
 from .layers.latent import ExpandedLayer, Widths, as_wide
 from .state import Pass, SharedState
 from .storage import TokenStorage
-from .stores import Store
+from .stores import Kind, Store
 
 _CHOOSES_ON = frozenset({"cuda"})
 """Types of devices on which ``backend="auto"`` chooses between the kernels and PyTorch's operators."""
@@ -102,7 +102,7 @@ class StoredLayer:
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
         read = ""
-        if phase == "decode" and self.storage.holds_latents:
+        if phase == "decode" and self.store.kind is Kind.LATENT:
             read = ", as latents"
             if (expanded := self.expanded) is not None:
                 size = f"{expanded.nodes.nbytes / 1e6:.3g} MB"
@@ -187,7 +187,7 @@ class DecodeKV(SharedKV):
         backend = layer.state.backend
         chooses = backend == "auto" and self.device.type in _CHOOSES_ON
         self._may_run_kernels = chooses or backend == "triton" or step.tables is not None
-        if layer.storage.holds_latents:
+        if layer.store.kind is Kind.LATENT:
             self.reads_latents = True
             if step.expanded is not None:
                 self.expanded = step.expanded.get(layer.index)

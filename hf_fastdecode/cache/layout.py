@@ -359,7 +359,7 @@ def _check_heads(layer: SharedContextLayer, store: Store) -> None:
     if (node := layer.storage.node_example) is None:
         return
     widths = (store.head_dim, store.value_dim)
-    if layer.storage.holds_latents:
+    if store.kind is Kind.LATENT:
         widths = (store.value_dim, store.head_dim - store.value_dim)
     for part, width in zip(node, widths, strict=True):
         got = part.shape[-3], part.shape[-1]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
 from ..attention.active_passes import lengths_of_pass
-from ..attention.forest import Forest, Path, Span
+from ..attention.forest import Forest, Path, Span, end_of
 from ..attention.kv import NotATensorError
 from ..attention.torch_operators import BACKENDS, Backend
 from ..errors import Unsupported
@@ -22,7 +22,7 @@ from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.cross import EncodedInputs
-from .layers.state import StateLayer, end_of
+from .layers.state import StateLayer
 from .layout import ModelLayout, layers_of
 from .state import Pass, SharedState
 from .storage import Suffixes
@@ -107,7 +107,7 @@ class SharedContextCache(ForestCache):
                     own, self.state.suffixes.origins, self.forest.context_lengths, self.state.division.suffix_shard
                 )
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
-            if self.state.parallel is not None:
+            if self.state.division.is_divided:
                 fork.state.segment_runs[segment] = own
             lengths = self.suffix_lengths.tolist()
             for states, other in zip(self.state_layers, fork.state_layers, strict=True):
@@ -123,7 +123,7 @@ class SharedContextCache(ForestCache):
     ) -> SharedContextCache:
         """Return a cache over another forest of the same segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
-        twin.state.parallel = self.state.parallel
+        twin.state.division = self.state.division
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.state.segment_runs = dict(self.state.segment_runs)
@@ -301,7 +301,7 @@ class SharedContextCache(ForestCache):
                 states.drop_rows()
             if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in self.attention_layers:
-                    layer.storage.drop_suffixes()
+                    layer.storage.replace_suffixes(None)
                     layer.is_initialized = False
             raise
         finally:

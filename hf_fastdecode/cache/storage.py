@@ -30,13 +30,15 @@ class TokenStorage:
         segments: Segments by number; each part ``[heads, tokens, width]``.
         suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
         version: Replaced when storage moves, which invalidates earlier addresses.
-        holds_latents: Whether the parts are latents and rotated keys, see `LatentStorage`.
+        takes_padded: Whether captured prefill can store tokens.
+        kernels_read_contexts: Whether its tokens can be stored contexts of captured prefill.
         captured_in_place: Whether a captured step reads suffixes where they lay at its capture, so that it serves this
             storage alone until it moves; else it finds them by `StepTables`.
     """
 
     captured_in_place: ClassVar[bool] = False
-    holds_latents: ClassVar[bool] = False
+    takes_padded: ClassVar[bool] = True
+    kernels_read_contexts: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
@@ -44,15 +46,9 @@ class TokenStorage:
         self.version = object()
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """Convert the keys and values of a forward pass, as passed to ``cache.update``, to storage parts.
+        """Convert keys and values of a forward pass, ``[rows, kv_heads, tokens, head_dim]``, to parts of a token.
 
-        Args:
-            keys: ``[rows, kv_heads, tokens, head_dim]``.
-            values: The same shape.
-            args: Further arguments of ``cache.update``.
-
-        Returns:
-            Each part ``[rows, heads, tokens, width]``.
+        Takes all arguments of ``cache.update``. Parts are ``[rows, heads, tokens, width]`` each.
         """
         if torch.is_autocast_enabled(keys.device.type):
             return Segment(cast(keys), cast(values))
@@ -82,12 +78,9 @@ class TokenStorage:
         return type(self)()
 
     def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
-        """Suffix tokens in the layout of nodes.
+        """Suffix tokens ``[rows, heads, tokens, width]`` at positions ``[rows, tokens]`` in the layout of nodes.
 
-        Args:
-            parts: Tensors of the suffixes, each ``[rows, heads, tokens, width]``.
-            positions: ``[rows, tokens]`` int64.
-            dtype: Dtype of nodes made from another layout; None for that of the nodes held, or else of the model.
+        Nodes made from another layout are of this dtype; if None, of that of the nodes held, or else of the model.
         """
         return parts
 
@@ -110,13 +103,6 @@ class TokenStorage:
     def suffix_bytes_per_token(self) -> int:
         """Bytes per suffix token in this layer; 0 while it holds none."""
         return _bytes_per_token(self.suffix_example)
-
-    @property
-    def bytes_per_node_and_suffix_token(self) -> tuple[int, int]:
-        """`bytes_per_token` and `suffix_bytes_per_token`, mostly of one example."""
-        of_nodes, of_suffixes = self.node_example, self.suffix_example
-        size = _bytes_per_token(of_nodes)
-        return size, size if of_suffixes is of_nodes else _bytes_per_token(of_suffixes)
 
     @property
     def suffix_bytes(self) -> int:
@@ -177,7 +163,7 @@ class TokenStorage:
         grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
-        self._replace(grown)
+        self.replace_suffixes(grown)
         return True
 
     def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
@@ -267,18 +253,15 @@ class TokenStorage:
         selected = _map(before, lambda part: _allocate(part, (len(rows), part.shape[1], capacity)))
         for new, part in zip(selected, before, strict=True):
             new[:, :, : part.shape[2]].copy_(part.index_select(0, rows))
-        self._replace(selected)
+        self.replace_suffixes(selected)
 
     def replace_segments(self, segments: dict[int, Segment]) -> None:
         """Replace all segments."""
         self.segments = segments
         self.version = object()
 
-    def drop_suffixes(self) -> None:
-        """Free the suffixes."""
-        self._replace(None)
-
-    def _replace(self, suffix: Segment | None) -> None:
+    def replace_suffixes(self, suffix: Segment | None) -> None:
+        """Replace all suffixes, by none if None."""
         self.suffix = suffix
         self.version = object()
 
@@ -380,10 +363,7 @@ _MOST_PARTS = 256
 class SuffixIds:
     """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
 
-    They are parts ``[rows, tokens]`` int64, one after the other.
-
-    Attributes:
-        length: Known tokens per row, up to the longest suffix.
+    They are parts ``[rows, tokens]`` int64, one after the other, of `length` tokens in all, as in the longest suffix.
     """
 
     def __init__(self, parts: tuple[Tensor, ...] = (), length: int | None = None):

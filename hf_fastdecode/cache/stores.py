@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+import torch
 from transformers import PreTrainedConfig
 
+from ..attention.launch.plan import HeadShape
 from ..attention.own_code import own_code_of
+from ..kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
 
 GROUP: Final = 16
 """Query heads that a program of the suffix kernel attends for: more would not fit in its registers."""
@@ -83,6 +86,19 @@ class Store:
     def kernel_heads(self) -> int:
         """KV heads as decode kernels see them."""
         return kv_heads_of_kernels(self.query_heads) if self.kind is Kind.LATENT else self.kv_heads
+
+    def head_shape(self, longest: int) -> HeadShape:
+        """The heads of a step as decode kernels see them, for rows of up to so many tokens."""
+        heads = self.kernel_heads
+        windowed = self.biased or (self.window is not None and longest > self.window)
+        group = max(1, self.query_heads // heads) if heads else 1
+        return HeadShape(heads, group, self.head_dim, windowed, self.kind is Kind.LATENT, biased=self.biased)
+
+    def most_queries(self, device: torch.device) -> int:
+        """Most tokens of each row that decode kernels take."""
+        if self.kind is not Kind.LATENT:
+            return MAX_QUERIES
+        return most_packed_of_latents(device) // (self.query_heads // max(1, self.kernel_heads))
 
     @property
     def group_size(self) -> int:
@@ -299,36 +315,13 @@ def leaves_tokens_out(config: PreTrainedConfig) -> bool:
 
 
 STATES_IN_CACHES: Final[Mapping[str, bool]] = {
-    "bailing_hybrid": True,
-    "bamba": True,
-    "falcon_h1": True,
-    "falcon_mamba": False,
-    "granitemoehybrid": True,
-    "jamba": False,
-    "kimi_linear": True,
-    "lara_mini": True,
-    "lfm2": True,
-    "lfm2_moe": True,
-    "lfm2_vl": True,
-    "lfm3": True,
-    "lfm3_vl": True,
-    "mamba": False,
-    "mamba2": True,
-    "minicpm_ocr": True,
-    "minicpmv4_6": True,
-    "minicpmv4_7": True,
-    "nemo_speechlm": True,
-    "nemotron_h": True,
-    "nemotron_h_omni": True,
-    "olmo_hybrid": True,
-    "qwen3_5": True,
-    "qwen3_5_moe": True,
-    "qwen3_5_moe_text": True,
-    "qwen3_5_text": True,
-    "qwen3_next": True,
-    "zamba": False,
-    "zamba2": True,
-    "zaya": True,
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), False),
+    **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini"), True),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "mamba2"), True),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), True),
+    **dict.fromkeys(("nemo_speechlm", "nemotron_h", "nemotron_h_omni", "olmo_hybrid"), True),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), True),
+    **dict.fromkeys(("zamba2", "zaya"), True),
 }
 """Model types that store all states in transformers' cache, and whose attention layers, if any, call its interface.
 

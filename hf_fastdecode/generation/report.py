@@ -142,7 +142,7 @@ class CallReport:
             self.layers = [_what_ran(layer) for layer in cache.layers]
             self.layer_sizes = [
                 (
-                    *(sizes := layer.storage.bytes_per_node_and_suffix_token),
+                    *(sizes := (layer.storage.bytes_per_token, layer.storage.suffix_bytes_per_token)),
                     layer.store.stock_bytes(sizes[1]),
                     layer.window,
                 )

@@ -65,7 +65,7 @@ def test_calls_share_captures_and_buffers(uncaptured, with_states_alone):
             assert captures._states.rows == rows
             made.append(captures.count)
         assert made == [1, 1, 2, 3]  # the first capture was of the smaller buffers
-        assert len({id(step.states) for step in captures._steps}) == 1
+        assert len({id(step.buffers) for step in captures._steps}) == 1
 
 
 def test_a_returned_cache_keeps_its_states(uncaptured, with_states_alone):

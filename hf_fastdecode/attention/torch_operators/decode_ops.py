@@ -42,21 +42,10 @@ def forest_attention(
     sinks: Tensor | None = None,
     backend: str = "auto",
 ) -> Partial:
-    """Attend each row's queries to its path of nodes and its suffix.
+    """Attend each row's queries to its path of nodes and its suffix, as `reference.forest_attention` specifies.
 
-    Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position, or as much as ``kv.seen`` says; under a window, the
-    last ``window`` of these tokens.
-    `reference.forest_attention` is the specification, and has the same name and arguments, without `backend`.
-
-    Args:
-        query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
-        kv: Keys and values in the query's dtype, on its device.
-        scale: Factor on the scores; ``head_dim ** -0.5`` when None.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens up to and including its own.
-        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
-        backend: One of `TORCH_BACKENDS`.
+    That has the same arguments, without `backend`, one of `TORCH_BACKENDS`. Keys and values are in the query's dtype,
+    on its device.
 
     Returns:
         ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, fp32 (fp64 for fp64).
@@ -100,16 +89,9 @@ def nodes_attention(
     softcap: float | None = None,
     backend: str,
 ) -> Partial:
-    """Attend each row's queries to its path of nodes alone, without a causal rule.
+    """Attend each row's queries ``[rows, heads, queries, head_dim]`` to its path of nodes alone, with no causal rule.
 
-    Args:
-        query: ``[rows, heads, queries, head_dim]``.
-        forest: Forest of that many rows, with at least one node.
-        segments: Keys and values in the query's dtype, on its device.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-
-    Returns:
-        As `forest_attention`; the empty partial for rows without nodes.
+    The forest has at least one node. Returns as `forest_attention`; the empty partial for rows without nodes.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = segments[forest.nodes[0].span.segment].keys.shape[0]

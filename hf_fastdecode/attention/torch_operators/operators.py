@@ -136,13 +136,7 @@ def _fused(operator: str, query: Tensor, keys: Tensor, values: Tensor, scale: fl
 
 
 class _Inputs(NamedTuple):
-    """What operators require of the tensors of a dense attention.
-
-    Attributes:
-        device: Its type.
-        needs_gradient: Whether it is to be differentiated.
-        is_large: Whether cuDNN is faster than flash.
-    """
+    """The properties of a dense attention's tensors on which the choice of its operator depends."""
 
     device: str
     dtype: torch.dtype
@@ -203,13 +197,9 @@ class DenseAttention:
     backend: str = "auto"
 
     def partial(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = False) -> Partial:
-        """Attention of packed queries ``[batch, heads, queries, head_dim]``, with the log-sum-exp.
+        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys, with the log-sum-exp.
 
-        Args:
-            query: ``[batch, heads, queries, head_dim]``.
-            keys: ``[batch, heads, length, head_dim]``; all are seen.
-            values: ``[batch, heads, length, head_dim]``.
-            causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``, and no soft cap.
+        With `causal`, query ``j`` sees keys ``0..j``; it needs as many keys as queries, and no soft cap.
         """
         if self.softcap is not None:
             self.raise_if_forced("a soft cap")

@@ -164,19 +164,12 @@ def causal_attention(
     """Attention of each run of tokens over its context and, causally, over itself.
 
     Args:
-        query: ``[heads, tokens, head_dim]``, all runs concatenated.
-        keys: ``[kv_heads, tokens, head_dim]``.
-        values: ``[kv_heads, tokens, head_dim]``.
-        scale: Factor on the scores.
+        query: ``[heads, tokens, head_dim]``, all runs concatenated, as the result, in the query's dtype.
+        keys: ``[kv_heads, tokens, head_dim]``, as `values`.
         runs: At least one; their lengths add up to ``tokens``.
         stored: Keys and values of a context by its name, each ``[kv_heads, length, head_dim]``.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens up to and including its own.
-        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
+        sinks: As `softcap` and `window`, see `Scoring`.
         backend: One of `TORCH_BACKENDS`.
-
-    Returns:
-        ``[heads, tokens, head_dim]`` in the query's dtype.
     """
     packed = runs if isinstance(runs, PackedRuns) else PackedRuns(runs)
     dense = DenseAttention(scale, softcap, backend)
@@ -222,15 +215,9 @@ def _causal_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAttention) -> Partial:
-    """Causal attention of runs of one length, each over itself.
+    """Causal attention of ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``, each run over itself.
 
-    Args:
-        query: ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``.
-        keys: ``[kv_heads, runs * length, head_dim]``.
-        values: The same.
-
-    Returns:
-        ``out`` ``[kv_heads, heads_per_kv_head, runs * length, head_dim]``, and ``lse`` without the last dimension.
+    Keys and values are ``[kv_heads, runs * length, head_dim]``, and ``out`` is laid out as these, by query head.
     """
     _, heads_per_kv_head, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)) for part in (keys, values))
@@ -380,13 +367,9 @@ def _between(parts: Sequence[tuple[Tensor, Tensor]], first: int, stop: int) -> t
 
 
 def separating_bias(runs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bias by which a token sees the tokens of its own run up to itself.
+    """Bias ``[tokens, tokens]``: 0 where a token (row) sees a key of its own run up to itself, else ``-inf``.
 
-    Args:
-        runs: ``[tokens]`` int64: number of each token's run; padding has one of its own.
-
-    Returns:
-        ``[tokens, tokens]``: 0 where the query (row) sees the key (column), else ``-inf``.
+    `runs` are numbers of the tokens' runs, int64; padding has one of its own.
     """
     visible = (runs[:, None] == runs) & causal_mask(len(runs), runs.device)
     return torch.zeros(visible.shape, dtype=dtype, device=runs.device).masked_fill_(~visible, -torch.inf)
@@ -404,15 +387,11 @@ def padded_causal_attention(
     """Attention of a row's tokens over the tokens up to themselves, merged with that over their stored contexts.
 
     Args:
-        query: ``[heads, tokens, head_dim]``.
-        keys: ``[kv_heads, tokens, head_dim]``.
-        values: ``[kv_heads, tokens, value_dim]``.
+        query: ``[heads, tokens, head_dim]``; the result is of value_dim, in its dtype, undefined for padding.
+        keys: ``[kv_heads, tokens, head_dim]``; values may have another width.
         scoring: Without a window.
         bias: ``[tokens, tokens]`` in the query's dtype, see `separating_bias`; None if the row is a single run.
         context: ``out`` ``[heads, tokens, value_dim]``, if any tokens have a context.
-
-    Returns:
-        ``[heads, tokens, value_dim]`` in the query's dtype; undefined for padding.
     """
     kv_heads, softcap = keys.shape[0], scoring.softcap
     grouped = query.unflatten(0, (kv_heads, -1))  # [kv_heads, heads_per_kv_head, tokens, head_dim]

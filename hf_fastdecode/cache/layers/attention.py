@@ -80,14 +80,14 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         StoredLayer.__init__(self, state, index, store, TokenStorage() if storage is None else storage)
         self.appended = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     def update(
         self,
-        key_states: Tensor,
-        value_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
         *args: Any,
         suffix_parts: Segment | None = None,
         **kwargs: Any,
@@ -95,8 +95,8 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         """Store new tokens.
 
         Args:
-            key_states: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
-            value_states: The same shape.
+            keys: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
+            values: The same shape.
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
@@ -110,13 +110,12 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             Unsupported: A pass by transformers' own attention has other rows or positions than its prompts.
         """
         current, storage = self.state.current, self.storage
-        if current.tensors is not None and current.tensors != (len(key_states), key_states.shape[2]):
+        if current.tensors is not None and current.tensors != (len(keys), keys.shape[2]):
             rows, width = current.tensors
             raise Unsupported(
-                f"the model makes {len(key_states)} rows of {key_states.shape[2]} positions of {rows} prompts of "
-                f"{width} tokens"
+                f"the model makes {len(keys)} rows of {keys.shape[2]} positions of {rows} prompts of {width} tokens"
             )
-        parts = storage.parts_of(key_states, value_states, *args, **kwargs)
+        parts = storage.parts_of(keys, values, *args, **kwargs)
         if current.positions is not None:
             parts = Segment._make(packed(part, current.positions) for part in parts)
         if not self.is_initialized:
@@ -127,7 +126,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             handle = self._fill(current, parts, suffix_parts or parts)
             if current.tensors is not None:
                 self.report("prefill", "each input once, transformers' own attention")
-                return key_states, value_states
+                return keys, values
         else:
             handle = DecodeKV(self, parts, self._make_room(parts))
         return handle, handle
@@ -250,7 +249,7 @@ class LayerOfACapture(CacheLayerMixin):
 
     is_sliding = False
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
         """No-op: who captures allocates the storage."""
 
     def get_seq_length(self) -> int:
@@ -277,8 +276,8 @@ class CapturedLayer(StoredLayer, LayerOfACapture):
         StoredLayer.__init__(self, state, layer.index, layer.store, storage)
         self.in_place, self.is_initialized = storage.suffix, True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        parts, current = self.storage.parts_of(key_states, value_states, *args, **kwargs), self.state.current
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+        parts, current = self.storage.parts_of(keys, values, *args, **kwargs), self.state.current
         handle: SharedKV
         if current.padded is None:
             handle = DecodeKV(self, parts, current)

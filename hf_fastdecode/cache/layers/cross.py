@@ -27,7 +27,7 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.active_passes import cast
-from ...attention.forest import Forest, Path, Span
+from ...attention.forest import Begin, Forest, Span, begin_of
 from ...attention.kv import CrossKV, Scoring, Segment
 from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
@@ -35,14 +35,6 @@ from ..state import PrefillItem, SharedState
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
-
-Begin = tuple[int, int]
-"""Where a path of nodes begins: the number of its first segment, and the place in it of the first token."""
-
-
-def begin_of(path: Path) -> Begin:
-    """The beginning of a path, which is not empty."""
-    return path[0].segment, path[0].start
 
 
 class EncodedInputs:
@@ -119,13 +111,19 @@ class EncodedInputs:
         )
 
     @property
+    def hidden(self) -> Tensor:
+        """The encoder's output for the next pass, ``[inputs, tokens, width]``."""
+        hidden: Tensor = self.arguments[ENCODER_OUTPUTS][0]
+        return hidden
+
+    @property
     def stores_next(self) -> bool:
         """Whether the next pass stores what it computes of its inputs."""
         return self._group is not None
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose keys and values are stored, of the inputs of the next pass."""
+        """The layers whose keys and values of the next pass's inputs are stored."""
         return () if self._group is not None else tuple(self.segments)
 
     @property
@@ -173,9 +171,8 @@ class EncodedInputs:
     def store_captured(self, segments: Mapping[int, Segment], lease: object) -> None:
         """Read all layers' keys and values of the group's inputs where they are, in the buffers of a captured pass.
 
-        Args:
-            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each, of inputs without hidden tokens.
-            lease: Held for as long as the buffers are read: the pass is not replayed while it lives.
+        They are ``[kv_heads, inputs * tokens, head_dim]`` each by layer, of inputs without hidden tokens. The pass is
+        not replayed while the `lease` lives.
         """
         first, stop = self._group or (0, 0)
         self._show(None, stop - first, self.tokens)
@@ -231,7 +228,7 @@ class EncodedInputs:
         return self.view_of(cache, self, attend)
 
     def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> Any:
-        """The same, with others' inputs and attention in the place of these."""
+        """The cache as decoders take it, with others' inputs and attention in the place of these."""
         return CrossView(cache, inputs, attend)
 
     def see(self, arguments: Mapping[str, Any]) -> None:
@@ -314,24 +311,23 @@ class _CrossCache(Cache):
 
 
 class _CrossLayer(CacheLayerMixin):
-    """Hands out handles in the place of keys and values, also to models that read these as attributes."""
-
     is_sliding = False
 
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
-        self.keys = self.values = StoredKV(inputs, attend, index)
+        self._inputs, self._attend, self._index = inputs, attend, index
+        self.keys = self.values = InputKV(inputs, attend, index)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
         """No-op: there is nothing to allocate."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
         """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
-        handle = _New(self.keys, cast(key_states), cast(value_states))
+        handle = InputKV(self._inputs, self._attend, self._index, Segment(cast(keys), cast(values)))
         return handle, handle
 
     def get_seq_length(self) -> int:
-        return self.keys.inputs.tokens
+        return self._inputs.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
@@ -340,28 +336,24 @@ class _CrossLayer(CacheLayerMixin):
         return -1
 
 
-class StoredKV(CrossKV):
-    """What stands for a layer's keys, and for its values, of an input that is stored."""
+class InputKV(CrossKV):
+    """Replaces a layer's keys, and its values, of inputs: stored ones, or new ones that `show` stores."""
 
-    def __init__(self, inputs: HasInputs, attend: Attend, index: int):
-        self.inputs, self._attend, self.index = inputs, attend, index
-
-    def show(self, mask: Tensor | None) -> None:
-        """No-op: the mask was needed to store them."""
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._attend(self.index, query, scoring)
-
-
-class _New(CrossKV):
-    def __init__(self, stored: StoredKV, keys: Tensor, values: Tensor):
-        self._stored, self._keys, self._values, self.device = stored, keys, values, keys.device
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int, new: Segment | None = None):
+        self._inputs, self._attend, self._index, self._new = inputs, attend, index, new
+        if new is not None:
+            self.device = new.keys.device
 
     def show(self, mask: Tensor | None) -> None:
-        self._stored.inputs.store(self._stored.index, self._keys, self._values, mask)
+        if self._new is not None:
+            self._inputs.store(self._index, *self._new, mask)
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._stored.attend(query, scoring)
+        return self._attend(self._index, query, scoring)
+
+    def numel(self) -> int:
+        """More than none: models ask it of stored images."""
+        return 1
 
 
 class ImageInputs(EncodedInputs):
@@ -440,11 +432,4 @@ class _ImageLayer:
     is_initialized = True
 
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
-        self.keys: CrossKV = _StoredImages(inputs, attend, index)
-        self.values = self.keys
-
-
-class _StoredImages(StoredKV):
-    def numel(self) -> int:
-        """More than none."""
-        return 1
+        self.keys = self.values = InputKV(inputs, attend, index)

@@ -78,15 +78,11 @@ def _of_one_head(parts: Segment) -> Segment:
 class LatentStorage(TokenStorage):
     """Latents and rotated keys: the parts of a token are ``[1, tokens, latent]`` and ``[1, tokens, rest]``.
 
-    Args:
-        layer: The attention layer, not kept alive; needed for prefill.
-        kv_heads: As of `kv_heads_of_kernels`.
-
-    Attributes:
-        layer: The layer of the latest pass.
+    `layer` is the attention layer of the latest pass, not kept alive and needed for prefill; `kv_heads` are those of
+    `kv_heads_of_kernels`.
     """
 
-    holds_latents: ClassVar[bool] = True
+    kernels_read_contexts: ClassVar[bool] = False
 
     def __init__(self, layer: ref[ExpandsLatents] | None, kv_heads: int):
         super().__init__()
@@ -129,12 +125,7 @@ class LatentStorage(TokenStorage):
 
 
 class Widths(NamedTuple):
-    """Numbers of a head's key and value.
-
-    Attributes:
-        key: Without `rotated`.
-        rotated: Of a key, the last ones, which are the same in all heads.
-    """
+    """Widths of a head's key without its last part, of that part, which is the same in all heads, and of its value."""
 
     key: int
     rotated: int
@@ -208,12 +199,7 @@ class ExpandedLayer:
 
 
 class SplitForest(NamedTuple):
-    """The nodes of a forest, over the same rows.
-
-    Attributes:
-        as_stored: Those that steps read as they are stored.
-        expanded: The others, with spans of the numbered runs.
-    """
+    """The nodes of a forest that steps read as they are stored, and the others, with spans of the numbered runs."""
 
     as_stored: Forest
     expanded: Forest
@@ -280,12 +266,10 @@ SHARE_OF_FREE_MEMORY: Final = 0.25
 def expanded_where_it_pays(
     latents: Mapping[int, LatentStorage], forest: Forest, steps: int, free: Callable[[], float]
 ) -> ExpandedNodes | None:
-    """The keys and values of nodes for which that pays, the most read ones first, as far as memory goes.
+    """The keys and values of nodes for which that pays in so many steps, the most read ones first.
 
-    Args:
-        latents: The layers' storages, by index.
-        steps: Steps to come.
-        free: Bytes that they may take; not asked where none pay.
+    `latents` are the layers' storages by index; `free` says how many bytes may be taken, and is not asked where none
+    pay.
     """
     wanted = paying_nodes(forest, steps)
     if not wanted:

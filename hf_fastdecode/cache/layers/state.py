@@ -11,27 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ...attention.forest import Path
+from ...attention.forest import End
 from ...errors import Unsupported
 from ..state import SharedState
 from ..storage import TokenStorage
 from ..stores import Store
 from .attention import CapturedLayer, SharedContextLayer, require_dtype
-
-End = tuple[int, int]
-"""Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
-
-
-def end_of(path: Path) -> End | None:
-    """The end of a path; None of an empty one, at whose end there is no state."""
-    return (path[-1].segment, path[-1].stop) if path else None
 
 
 @contextmanager
@@ -87,55 +79,6 @@ class States:
         return sum(one[:1].numel() * one.element_size() for one in self.tensors)
 
 
-class KeepsStates(Protocol):
-    """What a cache needs of a layer with states, beside what models' code needs of `LinearAttentionLayer`.
-
-    Attributes:
-        ends: States at the ends of paths, ``[1, ...]`` each, never modified; caches over the same nodes share them.
-    """
-
-    ends: dict[End, States]
-
-    @property
-    def states(self) -> States | None:
-        """The rows' states; None where rows have none of their own."""
-        ...
-
-    def begin_rows(self, ends: Sequence[End | None]) -> None:
-        """Give each row a copy of the state at the end of its path; none where paths are empty.
-
-        Raises ValueError if one has no state there.
-        """
-        ...
-
-    def keep(self, ends: Sequence[End]) -> None:
-        """Keep the rows' states as those at these ends, and leave the rows without."""
-        ...
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
-        ...
-
-    def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
-        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
-
-        Raises ValueError if one has no state there.
-        """
-        ...
-
-    def drop_rows(self) -> None:
-        """Forget the rows' states."""
-        ...
-
-    def place(self, states: States) -> None:
-        """Have the rows' states in these tensors, which hold the same numbers."""
-        ...
-
-    def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
-        """Keep, at each of the new ends, what was at the old one, and nothing else."""
-        ...
-
-
 class LayerOfOwnStates(LinearAttentionLayer):
     """Stores the states of code that keeps them elsewhere (`OwnStates`), as states of recurrences."""
 
@@ -155,7 +98,11 @@ class LayerOfOwnStates(LinearAttentionLayer):
 
 
 class StateLayer(LayerOfOwnStates):
-    """A layer that stores a state per row, and nothing per token."""
+    """A layer that stores a state per row, and nothing per token.
+
+    Attributes:
+        ends: States at the ends of paths, ``[1, ...]`` each, never modified; caches over the same nodes share them.
+    """
 
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
@@ -170,6 +117,7 @@ class StateLayer(LayerOfOwnStates):
 
     @property
     def states(self) -> States | None:
+        """The rows' states; None where rows have none."""
         if not any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values())):
             return None
         parts = (self.conv_states, self.recurrent_states)
@@ -183,6 +131,10 @@ class StateLayer(LayerOfOwnStates):
         return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
+        """Give each row a copy of the state at the end of its path; none where paths are empty.
+
+        Raises ValueError if one has no state there.
+        """
         self.drop_rows()
         if all(end is None for end in ends):
             return
@@ -206,6 +158,10 @@ class StateLayer(LayerOfOwnStates):
             return States.joined([one for one in known if one is not None])
 
     def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
+        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
+
+        Raises ValueError if one has no state there.
+        """
         states = self.states
         if states is None:  # rows have none of their own yet
             return
@@ -215,6 +171,7 @@ class StateLayer(LayerOfOwnStates):
                 one.index_copy_(0, rows.to(one.device), new)
 
     def keep(self, ends: Sequence[End]) -> None:
+        """Keep the rows' states as those at these ends, and leave the rows without."""
         states = self.states
         if states is None or states.rows != len(ends):
             rows = 0 if states is None else states.rows
@@ -230,7 +187,7 @@ class StateLayer(LayerOfOwnStates):
         known = self.states or next(iter(self.ends.values()), None)
         return 0 if known is None else known.row_bytes
 
-    def copy_rows_to(self, other: KeepsStates, ends: Sequence[End]) -> None:
+    def copy_rows_to(self, other: StateLayer, ends: Sequence[End]) -> None:
         """Keep copies of the rows' states in another cache's layer, as those at these ends."""
         states = self.states
         if states is None or states.rows != len(ends):
@@ -241,6 +198,7 @@ class StateLayer(LayerOfOwnStates):
             other.ends[end] = copied.row(row)
 
     def select_rows(self, rows: Tensor) -> None:
+        """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
         states = self.states
         if states is None:
             return
@@ -258,10 +216,12 @@ class StateLayer(LayerOfOwnStates):
         self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
+        """Keep, at each of the new ends, what was at the old one, and nothing else."""
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)
         self.ends = {new: self.ends[old] for new, old in moved if old in self.ends}
 
     def drop_rows(self) -> None:
+        """Forget the rows' states."""
         for number in range(self.number_of_states):
             self.conv_states[number] = self.recurrent_states[number] = None
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
@@ -347,20 +307,16 @@ class CapturedStateAndAttentionLayer(CapturedLayer, CapturedStateLayer):
         self.__dict__.update({**vars(states), **vars(layer)})
 
 
-class CapturedStates:
-    """States that captured steps update: buffers at fixed addresses, which hold the rows of one batch at a time.
+class StepBuffers:
+    """Buffers that captured steps update in place: the states of one batch's rows at a time; none for other layers.
 
     A graph reads and writes states where they were at its capture. All captures of a model use the first rows of the
     same buffers. A batch is loaded once, when its first step is replayed: its states are copied to the buffers, and
     its layers keep views of these, so that steps of any kind and compaction find them there. What another batch still
     holds in the buffers is copied out first.
 
-    Args:
-        rows: Most rows of a batch.
-        layers: Of a batch whose states, or those at the ends of its prompts, tell shapes and dtypes.
-
-    Raises:
-        Unsupported: A layer has no state yet.
+    The states of `layers`, or those at the ends of prompts, tell shapes and dtypes: raises `Unsupported` if a layer
+    has none yet.
     """
 
     def __init__(self, rows: int, layers: Sequence[StateLayer]):
@@ -374,7 +330,7 @@ class CapturedStates:
 
     def serve(self, rows: int, layers: Sequence[StateLayer]) -> bool:
         """Whether they have room for so many rows with states such as these layers'."""
-        return rows <= self.rows and _shapes(layers) == self._shapes
+        return not layers or (rows <= self.rows and _shapes(layers) == self._shapes)
 
     def layers_of(self, layers: Sequence[StateLayer], rows: int) -> list[CapturedStateLayer]:
         """The layers in a captured pass over `rows` rows."""

@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
-from ...cache.layers.cross import begin_of
-from ...cache.layers.state import end_of
+from ...attention.forest import begin_of
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
@@ -199,7 +198,7 @@ def row_passes(
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
         for one in run:
             if one.number:
-                cache.forget_states(end_of(one.item.context))
+                cache.forget_states(one.item.context)
     cache.set_forest(plan.forest, width)
 
 

@@ -26,7 +26,6 @@ from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
 from ...cache.captured import CapturedCache
 from ...cache.captured_prefill import ContextTables, InputsOfAPass, PaddedPass, PaddedRows
-from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...cache.state import Pass, PrefillItem
 from ..beside import Beside
@@ -138,12 +137,8 @@ class CapturedPrefill:
     ) -> Tensor:
         """Prefill the cache's current items, for which `fits` holds.
 
-        Args:
-            tokens: ``[length]`` int64 on the CPU: ids of the items, in their order.
-            wanted: Indices of tokens to return logits for.
-
-        Returns:
-            ``[len(wanted), vocabulary]`` in the model's dtype.
+        `tokens` are ids of the items in their order, ``[length]`` int64 on the CPU. Returns the logits of the `wanted`
+        ones, ``[len(wanted), vocabulary]`` in the model's dtype.
         """
         inputs = self._arranged([(item.position, item.span.length) for item in cache.state.current.items], wanted)
         inputs[: len(tokens)] = tokens
@@ -192,6 +187,7 @@ class CapturedPrefills(Generic[Captured]):
 
     Args:
         most: Most that are kept; as many as `_MOST_PASSES` when None.
+        one_of_a_shape: Whether there is no second one of a shape, where the first does not fit.
 
     Attributes:
         count: Number of captures made.
@@ -200,8 +196,8 @@ class CapturedPrefills(Generic[Captured]):
             `PrefillAhead`.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most, self.count = most, 0
+    def __init__(self, most: int | None = None, *, one_of_a_shape: bool = False) -> None:
+        self._most, self._one_of_a_shape, self.count = most, one_of_a_shape, 0
         self.asked: Hashable = None
         self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[Captured] = []  # least recently used first
@@ -215,15 +211,13 @@ class CapturedPrefills(Generic[Captured]):
                 return one
         return None
 
-    def holds(self, shape: Hashable) -> bool:
-        """Whether there is a captured pass of this shape, whatever it fits."""
-        return any(one.shape == shape for one in self._passes)
-
     def pays(self, shape: Hashable, *, forced: bool) -> bool:
         """Whether to capture the current pass, to which no captured one fits.
 
         Captures of a shape that are made in vain, for others that do not fit them, become rarer.
         """
+        if self._one_of_a_shape and any(one.shape == shape for one in self._passes):
+            return False
         self._eager[shape] += 1
         times, rest = divmod(self._eager[shape], _PASSES_THAT_PAY_A_CAPTURE[forced])
         return not rest and times.bit_count() == 1
@@ -283,13 +277,7 @@ class PrefillAhead:
 
 
 class RowShape(NamedTuple):
-    """What a captured pass is made for.
-
-    Attributes:
-        rows: Number of inputs, and of prompts.
-        width: Tokens of each prompt.
-        tokens: Tokens of each input.
-    """
+    """What a captured pass is made for: as many rows as inputs, prompts of a width, and inputs of so many tokens."""
 
     rows: int
     width: int
@@ -319,9 +307,8 @@ class CapturedRows:
     ):
         assert cache.inputs is not None
         self.shape, self.lengths, device = shape, RowLengths(longest), model.device
-        hidden: Tensor = cache.inputs.arguments[ENCODER_OUTPUTS][0]
         self._ids, self._places = torch.zeros(2, shape.rows, shape.width, dtype=torch.long, device=device)
-        self._hidden = torch.zeros_like(hidden)
+        self._hidden = torch.zeros_like(cache.inputs.hidden)
         self._padded = padded = PaddedRows()
         view = CapturedCache(cache, Pass(padded=padded))
         view.inputs = self._inputs = InputsOfAPass(view, cache.inputs, self._hidden, structure.layout)
@@ -345,18 +332,13 @@ class CapturedRows:
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items, for which `fits` holds.
 
-        Args:
-            ids: ``[rows, width]`` int64.
-            places: ``[rows or 1, width]`` int64: their positions.
-            wanted: Last positions of each row to return logits for.
-
-        Returns:
-            The model's output, with logits ``[rows, wanted, vocabulary]`` alone.
+        Takes ids ``[rows, width]`` and their positions ``[rows or 1, width]``, int64. Returns the model's output, with
+        logits ``[rows, wanted, vocabulary]`` of the last `wanted` positions alone.
         """
         assert cache.inputs is not None
         self._ids.copy_(ids)
         self._places.copy_(places)
-        self._hidden.copy_(cache.inputs.arguments[ENCODER_OUTPUTS][0])
+        self._hidden.copy_(cache.inputs.hidden)
         logits, *buffers = self._graph.replay()
         self._padded.store(cache, buffers)
         self._inputs.lend(cache)

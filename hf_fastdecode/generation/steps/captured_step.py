@@ -6,7 +6,7 @@ levels than the tables hold, a widest node that needs other launch parameters, c
 share, rows that outgrow a sliding window, or changes of the model's state.
 
 Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage
-moves. States are in buffers that all captures share (`CapturedStates`).
+moves. States are in buffers that all captures share (`StepBuffers`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...cache.captured import (
     TokenTables,
     storages_in_place,
 )
-from ...cache.layers.state import CapturedStates
+from ...cache.layers.state import StepBuffers
 from ...cache.shared import SharedContextCache
 from ...cache.state import Pass
 from ...errors import Unsupported
@@ -74,7 +74,7 @@ class CapturedStep:
     Args:
         cache: The batch to capture with; other batches can be loaded later.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
-        states: Buffers of layers with states; None if there are none.
+        buffers: What the step updates of rows.
 
     Attributes:
         in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
@@ -91,11 +91,11 @@ class CapturedStep:
         structure: Structure,
         options: CaptureOptions,
         pool: Any,
-        states: CapturedStates | None = None,
+        buffers: StepBuffers,
     ):
         device, queries = model.device, options.queries
-        self.rows, self.options, self.states = rows, options, states
-        self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
+        self.rows, self.options, self.buffers = rows, options, buffers
+        self.in_place = storages_in_place(cache)
         tokens = TokenTables(rows, cache, device, queries, reordered=options.reordered)
         inputs, expanded = InputTables(rows, cache, device), ExpandedTables(rows, cache, device)
         self._reads, self.tables = (tokens, inputs, expanded), tokens.tables
@@ -103,7 +103,7 @@ class CapturedStep:
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         tensors_of = self._prepare(model, cache)
         current = Pass(tables=self.tables, origins=self._origins, expanded=expanded.by_layer)
-        view = CapturedCache(cache, current, [] if states is None else states.layers_of(cache.state_layers, rows))
+        view = CapturedCache(cache, current, buffers.layers_of(cache.state_layers, rows))
         if self._gives_planes:
             view.position_planes = 0
         if cache.inputs is not None:
@@ -127,14 +127,8 @@ class CapturedStep:
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
             return tensors_of(output)
 
-        ours = partial(
-            pass_context,
-            model,
-            structure,
-            lengths,
-            rows=rows * queries,
-            fused_rows=options.fused_rows,
-        )
+        sizes = {"rows": rows * queries, "fused_rows": options.fused_rows}
+        ours = partial(pass_context, model, structure, lengths, **sizes)
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
             CapturedGraph, run, ours, device, pool, structure.ranks
         )
@@ -143,8 +137,7 @@ class CapturedStep:
         """Run the step's passes and capture one."""
         assert self._make_graph is not None
         make, self._make_graph = self._make_graph, None
-        if self.states is not None:
-            self.states.release()  # which the first passes change
+        self.buffers.release()  # which the first passes change
         self._graph = make()
 
     def _prepare(self, model: PreTrainedModel, cache: SharedContextCache) -> Callable[[Any], tuple[Tensor, ...]]:
@@ -152,8 +145,8 @@ class CapturedStep:
         return lambda output: (output.logits[:, -1].contiguous(),)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the step: its windows, table sizes, states, and suffixes captured in place."""
-        if not self.reads(cache) or not (self.states is None or self.states.serve(self.rows, cache.state_layers)):
+        """Whether this batch can use the step: its windows, table sizes, buffers, and suffixes captured in place."""
+        if not self.reads(cache) or not self.buffers.serve(self.rows, cache.state_layers):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
         return (most is None or longest <= most) and self.holds(cache)
@@ -173,31 +166,21 @@ class CapturedStep:
 
     def suits(self, cache: SharedContextCache) -> bool:
         """Whether a capture for this batch would read such tables: of the same processes and launch parameters."""
-        return self._parallel is cache.state.parallel and all(tables.suits(cache) for tables in self._reads)
+        return all(tables.suits(cache) for tables in self._reads)
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
-        """Run one step.
+        """Run one step over a batch for which `fits` holds, with capacity for it in its suffixes.
 
-        Args:
-            cache: The batch, for which `fits` holds, with capacity for the step in its suffixes.
-            ids: ``[batch]`` int64, batch up to `rows`.
-            positions: ``[batch]`` int64.
-
-        Returns:
-            ``[batch, vocabulary]``, overwritten by the next step.
+        Takes ids and positions ``[batch]`` int64, batch up to `rows`. Returns ``[batch, vocabulary]``, overwritten by
+        the next step.
         """
         count = len(ids)
-        self._load_states(cache)
+        self.buffers.load(cache.state_layers, cache.fork_states, self.rows)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
         self._follow(cache)
         (logits,) = self._graph.replay()
         return logits[:count]
-
-    def _load_states(self, cache: SharedContextCache) -> None:
-        """Have the states of a batch where the step updates them."""
-        if self.states is not None:
-            self.states.load(cache.state_layers, cache.fork_states, self.rows)
 
     def _follow(self, cache: SharedContextCache) -> None:
         if not (cache.state.suffixes.in_order or self.options.reordered):
@@ -305,15 +288,13 @@ class CapturedPass(CapturedStep):
         return (longest is None or cache.suffix_length <= longest) and super().fits(cache)
 
     def run(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """Run one pass, and return copies of the output's tensors, ``[batch, tokens, ...]``.
+        """Run one pass over a batch for which `fits` holds, with capacity for as many tokens as captured.
 
-        Args:
-            cache: The batch, for which `fits` holds, with capacity in its suffixes for as many tokens as captured.
-            ids: ``[batch, tokens]`` int64, up to as many as captured.
-            positions: ``[..., batch or 1, tokens]`` int64.
+        Takes ids ``[batch, tokens]`` and positions ``[..., batch or 1, tokens]``, int64, up to as many as captured.
+        Returns copies of the output's tensors, ``[batch, tokens, ...]``.
         """
         rows, tokens = ids.shape
-        self._load_states(cache)
+        self.buffers.load(cache.state_layers, cache.fork_states, self.rows)
         self.ids[:rows, :tokens].copy_(ids)
         self.positions[..., :rows, :tokens].copy_(positions)
         self._follow(cache)

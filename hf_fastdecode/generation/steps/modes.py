@@ -46,14 +46,9 @@ class Steps(Protocol):
     cache: SharedContextCache
 
     def __call__(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Append a token to each row.
+        """Append a token to each row, by ids and positions ``[rows]`` int64.
 
-        Args:
-            ids: ``[rows]`` int64.
-            positions: ``[rows]`` int64.
-
-        Returns:
-            ``[rows, vocabulary]`` in the model's dtype; the next step may overwrite it.
+        Returns ``[rows, vocabulary]`` in the model's dtype; the next step may overwrite it.
         """
         ...
 
@@ -78,12 +73,7 @@ class Steps(Protocol):
 
 
 class EagerSteps:
-    """Runs steps by the model's eager forward pass.
-
-    Args:
-        arguments: Model arguments beyond tokens, positions and cache.
-        ranks: The processes that compute the model together.
-    """
+    """Runs steps by the model's eager forward pass, with model arguments beyond tokens, positions and cache."""
 
     def __init__(
         self, model: PreTrainedModel, cache: SharedContextCache, arguments: dict[str, Any], ranks: Ranks = ALONE
@@ -227,14 +217,7 @@ def report_captured(cache: SharedContextCache, structure: Structure) -> None:
 
 
 def switch_saves_time(current: int, smaller: int, steps_left: int, known: Set[int]) -> bool:
-    """Whether switching to a smaller captured step saves more time than its capture costs.
-
-    Args:
-        current: Rows of the current captured step.
-        smaller: Rows of the smaller one.
-        steps_left: Maximum remaining steps.
-        known: Sizes already captured.
-    """
+    """Whether switching to a smaller captured step, one of the `known` sizes or a new one, saves time."""
     if smaller >= current or smaller in known:
         return smaller < current
     return steps_left * (current - smaller) > _STEPS_OF_A_CAPTURE * (128 + _ROWS_OF_A_STEP)
@@ -244,13 +227,7 @@ StepsMaker = Callable[[SharedContextCache], Steps]
 
 
 class CallPasses(NamedTuple):
-    """How the passes of a call run in its mode.
-
-    Attributes:
-        make_steps: Creates the runner of a batch's decode steps.
-        prefill: Runs prefill passes by captured graphs; None if they all run eagerly.
-        by_rows: The same of first passes of decoders with an encoder.
-    """
+    """How the passes of a call run in its mode: steps, and captured prefill, packed or by rows, if there is any."""
 
     make_steps: StepsMaker
     prefill: PrefillPasses | None = None
@@ -388,7 +365,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                     passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))
                 yield passes
                 if call.returns_cache:
-                    captures.release_states()
+                    captures.release_buffers()
             else:
                 yield CallPasses(eager)
     finally:
@@ -403,7 +380,7 @@ def expand_nodes(cache: SharedContextCache) -> None:
     state, layers = cache.state, cache.attention_layers
     latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
     alike = all(layer.store.kind is Kind.LATENT and layer.store.window is None for layer in layers)
-    if not latents or not alike or state.parallel is not None:
+    if not latents or not alike or state.division.is_divided:
         return
     steps = MOST_STEPS_EXPECTED if state.max_suffix is None else state.max_suffix - cache.suffix_length
     state.expanded = expanded_where_it_pays(latents, cache.forest, steps, lambda: _free_beside_suffixes(cache))

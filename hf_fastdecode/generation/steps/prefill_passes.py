@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,7 +25,6 @@ from ...attention.launch.step_tables import RestTables, StepTables
 from ...attention.partial import unwritten_partial
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.handles import ExpandedOfStep
-from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
 from ...cache.stores import Kind, Store
@@ -36,10 +35,6 @@ from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 from .captured_step import bucket
-
-if TYPE_CHECKING:
-    from ..call_context import CallContext
-
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
@@ -66,12 +61,8 @@ class PrefillPasses:
     def __call__(self, cache: SharedContextCache, tokens: Tensor, wanted: Sequence[int]) -> Tensor | None:
         """Prefill the cache's current items by a captured pass.
 
-        Args:
-            tokens: ``[length]`` int64: ids of the items, in their order.
-            wanted: Indices of tokens to return logits for.
-
-        Returns:
-            ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
+        `tokens` are ids of the items in their order, ``[length]`` int64. Returns the logits of the `wanted` ones,
+        ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
         """
         call, items = self._call, cache.state.current.items
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
@@ -87,10 +78,11 @@ class PrefillPasses:
             return None
         self._refresh()
         forest = context_forest(items, shape.tokens) if shape.contexts else None
-        captured = self._find(shape, cache, forest, longest)
+        prefills, ahead = call.state.captures.prefills, call.state.captures.ahead
+        make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
+        captured = _find(call, prefills, shape, forest, longest, make, _kind(shape))
         if captured is None:
             return None
-        prefills, ahead = call.state.captures.prefills, call.state.captures.ahead
         if ahead is not None and ahead.is_of(captured, tokens):
             logits = captured.end(cache, ahead.outputs(), len(wanted))
         else:
@@ -102,25 +94,9 @@ class PrefillPasses:
         call.report.observe(cache)
         return logits
 
-    def _find(
-        self, shape: PrefillShape, cache: SharedContextCache, forest: Forest | None, longest: int
-    ) -> CapturedPrefill | None:
-        """The captured pass for the cache's current items; captured now where that pays and does not fail."""
-        call, captures = self._call, self._call.state.captures
-        found = captures.prefills.find(shape, forest, longest)
-        forced = call.options.needs_capture is not None
-        if found is not None or not captures.prefills.pays(shape, forced=forced):
-            return found
-        make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
-        return _captured(call, captures.prefills, make, _kind(shape))
-
 
 class RowPasses:
-    """Captured first passes of one call, which holds the lock of the model's captures.
-
-    Args:
-        refresh: Drops captures that the model's state has outdated.
-    """
+    """Captured first passes by rows of one call; arguments as for `PrefillPasses`."""
 
     def __init__(self, call: CallContext, refresh: Callable[[], None]):
         self._call, self._refresh = call, refresh
@@ -128,14 +104,9 @@ class RowPasses:
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items by a captured pass.
 
-        Args:
-            ids: ``[rows, width]`` int64, none of which is padding.
-            places: ``[rows or 1, width]`` int64: their positions.
-            wanted: Last positions of each row to return logits for.
-
-        Returns:
-            The model's output, with logits ``[rows, wanted, vocabulary]`` alone; None if the pass is to run eagerly,
-            to which nothing has been done then.
+        Takes ids ``[rows, width]``, none of which is padding, and their positions ``[rows or 1, width]``, int64.
+        Returns the model's output, with logits ``[rows, wanted, vocabulary]`` of the last `wanted` positions alone;
+        None if the pass is to run eagerly, to which nothing has been done then.
         """
         call = self._call
         layout = call.structure.layout
@@ -145,7 +116,7 @@ class RowPasses:
         if not takes_captured_rows(cache, layout):
             return None
         assert cache.inputs is not None
-        hidden = cache.inputs.arguments[ENCODER_OUTPUTS][0]
+        hidden = cache.inputs.hidden
         if (hidden.dtype, hidden.device) != (call.model.dtype, call.model.device):
             return None
         numbers = sum(store.numbers for store in layout.cross.values())
@@ -153,8 +124,9 @@ class RowPasses:
             return None
         self._refresh()
         rows, width = ids.shape
-        shape = RowShape(rows, width, hidden.shape[1])
-        captured = self._find(shape, cache)
+        shape, longest = RowShape(rows, width, hidden.shape[1]), cache.longest_row(width)
+        make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
+        captured = _find(call, call.state.captures.by_rows, shape, None, longest, make, _BY_ROWS)
         if captured is None:
             return None
         output = captured(cache, ids, places, wanted)
@@ -163,29 +135,25 @@ class RowPasses:
         call.report.observe(cache)
         return output
 
-    def _find(self, shape: RowShape, cache: SharedContextCache) -> CapturedRows | None:
-        """The captured pass of this shape; captured now where that pays and does not fail.
 
-        Where another cache reads its memory, there is none, and no second one is made.
-        """
-        call, captures, longest = self._call, self._call.state.captures, cache.longest_row(shape.width)
-        found = captures.by_rows.find(shape, None, longest)
-        forced = call.options.needs_capture is not None
-        if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
-            return found
-        make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
-        return _captured(call, captures.by_rows, make, _BY_ROWS)
-
-
-def _captured(
-    call: CallContext, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], kind: Hashable
+def _find(
+    call: CallContext,
+    kept: CapturedPrefills[Captured],
+    shape: Hashable,
+    forest: Forest | None,
+    longest: int,
+    make: Callable[[Any], Captured],
+    kind: Hashable,
 ) -> Captured | None:
-    """Capture a pass and keep it; None where that fails, with the reason in the report.
+    """The captured pass for a cache's current items; captured now where that pays and does not fail.
 
     Args:
         make: Captures it, in the memory pool that it is given.
         kind: Passes that are not captured again after a failure that is not for lack of memory.
     """
+    found = kept.find(shape, forest, longest)
+    if found is not None or not kept.pays(shape, forced=call.options.needs_capture is not None):
+        return found
     try:
         return call.state.captures.capture_prefill(kept, make, call.model.device)
     except Exception as error:
@@ -235,9 +203,8 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
         if made_of is not None and (wanted := paying_nodes(forest, steps)):
             split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(forest)
             attended, merged = split.as_stored, True
-            _attend_expanded(
-                next(iter(layout.distinct)), Widths.of(made_of), split.expanded, model.dtype, model.device
-            )
+            store = next(iter(layout.distinct))
+            _attend_expanded(store, Widths.of(made_of), split.expanded, model.dtype, model.device)
         for store in layout.distinct:
             if store.kv_heads and (store.head_dim == store.value_dim or store.kind is Kind.LATENT):
                 _attend(store, attended, model.dtype, model.device, merged=merged)
