@@ -83,6 +83,12 @@ class StoredLayer:
         """Another object whenever storage has moved."""
         return self.storage.version
 
+    @property
+    def stock_bytes_per_token(self) -> int:
+        """Bytes of a token in transformers' cache; 0 while the layer holds none."""
+        stored, store = self.storage.suffix_bytes_per_token, self.store
+        return stored * store.stock_numbers // store.numbers if store.stock_numbers else stored
+
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
 
@@ -241,9 +247,9 @@ class DecodeKV(SharedKV):
             return tables.attend(layer.index, query, self.keys, self.values, scoring, step.origins, into=into)
         step.division.check_window(scoring.window)
         while self._by_kernels(query, scoring):
-            tables, origins = self._tables(query, scoring), layer.state.suffixes.origins
-            table = None if origins is None else origins.table(query.device)
             with suppress(Unsupported):  # a kernel failed, and is no longer a candidate
+                tables, origins = self._tables(query, scoring), layer.state.suffixes.origins
+                table = None if origins is None else origins.table(query.device)
                 return tables.attend(layer.index, query, self.keys, self.values, scoring, table, into=into)
         return None
 

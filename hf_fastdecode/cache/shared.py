@@ -207,9 +207,7 @@ class SharedContextCache(ForestCache):
             allocated=nodes + allocated,
             stock=self.rows * (states + inputs_per_row)
             + sum(
-                self.rows
-                * within(self.get_seq_length(), layer.window)
-                * layer.store.stock_bytes(layer.storage.suffix_bytes_per_token)
+                self.rows * within(self.get_seq_length(), layer.window) * layer.stock_bytes_per_token
                 for layer in self.attention_layers
             ),
         )

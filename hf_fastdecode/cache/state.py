@@ -22,7 +22,7 @@ from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from ..parallel.divided_pass import DividedPass, GatheredContexts, InPass
 from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel, window_is_not_divided
 from ..parallel.shards import WHOLE, Shard
-from .layers.latent import ExpandedNodes
+from .layers.latent import MOST_STEPS_EXPECTED, ExpandedNodes, LatentStorage, expanded_where_it_pays
 from .storage import Suffixes
 
 Contexts = Callable[[Any], Segment]
@@ -395,6 +395,29 @@ class SharedState:
             torch_backend=self.torch_backend,
         )
         return self.current
+
+    def expand(self, layers: Sequence[Any], free_memory: Callable[[torch.device], int]) -> None:
+        """Make the keys and values of nodes with latents for which that pays, as the steps of a call read them.
+
+        Args:
+            layers: All layers with keys and values of every token.
+            free_memory: Free bytes on a device.
+        """
+        latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
+        alike = len(latents) == len(layers) and all(layer.store.window is None for layer in layers)
+        if self.forest is None or not latents or not alike or self.division.is_divided:
+            return
+        steps = MOST_STEPS_EXPECTED if self.max_suffix is None else self.max_suffix - self.suffixes.longest
+        tokens = self.forest.rows * min(MOST_STEPS_EXPECTED, self.max_suffix or MOST_STEPS_EXPECTED)
+        suffixes = tokens * sum(storage.suffix_bytes_per_token for storage in latents.values())
+        devices = {layer.device for layer in layers}
+
+        def free() -> float:
+            if any(device.type != "cuda" for device in devices):
+                return float("inf")  # the free memory of a CPU is not known
+            return min(map(free_memory, devices)) - suffixes
+
+        self.expanded = expanded_where_it_pays(latents, self.forest, steps, free)
 
     def tables_for(
         self, device: torch.device, shape: HeadShape, forest: Forest, make: Callable[[], StepTables], *, dominate: bool

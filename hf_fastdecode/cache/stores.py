@@ -119,10 +119,6 @@ class Store:
             return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
 
-    def stock_bytes(self, stored: int) -> int:
-        """Bytes of a token in transformers' cache, of which `stored` are stored here."""
-        return stored * self.stock_numbers // self.numbers if self.stock_numbers else stored
-
 
 STATEFUL: Final = "stateful"
 """Type of the layers of a config that names neither types of layers nor attention heads."""

@@ -142,8 +142,9 @@ class CallReport:
             self.layers = [_what_ran(layer) for layer in cache.layers]
             self.layer_sizes = [
                 (
-                    *(sizes := (layer.storage.bytes_per_token, layer.storage.suffix_bytes_per_token)),
-                    layer.store.stock_bytes(sizes[1]),
+                    layer.storage.bytes_per_token,
+                    layer.storage.suffix_bytes_per_token,
+                    layer.stock_bytes_per_token,
                     layer.window,
                 )
                 for layer in cache.attention_layers

@@ -62,7 +62,7 @@ def test_calls_share_captures_and_buffers(uncaptured, with_states_alone):
         captures, made = state_of(model).captures, []
         for (arguments, prompts, rows), tokens in zip(calls, stock, strict=True):
             assert torch.equal(run(model, arguments, prompts), tokens)
-            assert captures._states.rows == rows
+            assert captures._buffers.rows == rows
             made.append(captures.count)
         assert made == [1, 1, 2, 3]  # the first capture was of the smaller buffers
         assert len({id(step.buffers) for step in captures._steps}) == 1

@@ -293,7 +293,7 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
     call = SAMPLES | {"num_return_sequences": 4}
     stock = seeded(lambda: model.generate(**prompts(), **call))
     for tokens, nodes in ((1000, 3), (50, 1), (10, 0)):
-        monkeypatch.setattr(modes, "_free_beside_suffixes", lambda *_, tokens=tokens: tokens * a_token)
+        monkeypatch.setattr(latent, "_most_bytes", lambda free, tokens=tokens: tokens * a_token)
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
             found = f"as latents; {nodes} node(s) as keys and values made once" in str(

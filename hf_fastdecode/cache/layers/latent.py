@@ -268,17 +268,21 @@ def expanded_where_it_pays(
 ) -> ExpandedNodes | None:
     """The keys and values of nodes for which that pays in so many steps, the most read ones first.
 
-    `latents` are the layers' storages by index; `free` says how many bytes may be taken, and is not asked where none
-    pay.
+    `latents` are the layers' storages by index; `free` says how many bytes are free beside rows' tokens, and is not
+    asked where none pay.
     """
     wanted = paying_nodes(forest, steps)
     if not wanted:
         return None
     with torch.inference_mode(False), torch.no_grad(), suppress(torch.OutOfMemoryError):  # latents go without
-        if runs := _that_fit(wanted, list(latents.values()), free()):
+        if runs := _that_fit(wanted, list(latents.values()), _most_bytes(free())):
             layers = {index: ExpandedLayer.of(storage, runs) for index, storage in latents.items()}
             return ExpandedNodes(runs, layers, min(FEWEST_ROWS_LATER, FEWEST_ROWS))
     return None
+
+
+def _most_bytes(free: float) -> float:
+    return SHARE_OF_FREE_MEMORY * max(0, free)
 
 
 def paying_nodes(forest: Forest, steps: int) -> list[Node]:

@@ -31,7 +31,7 @@ from ...cache.state import Pass, PrefillItem
 from ..beside import Beside
 from ..forward_pass import forward_pass
 from ..structure import Structure
-from .graph_capture import capture_first_pass
+from .graph_capture import captured_graph
 
 _SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
 """Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens; short ones in between would
@@ -124,8 +124,8 @@ class CapturedPrefill:
             logits = forward_pass(model, view, positions, **arguments).logits[0]
             return ((logits if keeps else logits[wanted]).contiguous(), *padded.take())
 
-        rows = {"rows": tokens, "fused_rows": shape.fused_rows}
-        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, **rows)
+        sizes = {"rows": tokens, "fused_rows": shape.fused_rows}
+        self._graph = captured_graph(run, model, structure, self.lengths, pool, **sizes, runs_first=True)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would: its windows, and the tables of contexts."""
@@ -322,8 +322,8 @@ class CapturedRows:
             logits = output.logits.contiguous()  # of all tokens: what is wanted differs from loop to loop
             return logits, *padded.take()
 
-        rows = shape.rows * shape.width
-        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, rows=rows, fused_rows=0)
+        sizes = {"rows": shape.rows * shape.width, "fused_rows": 0}
+        self._graph = captured_graph(run, model, structure, self.lengths, pool, **sizes, runs_first=True)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would, and its memory is not read by another cache."""

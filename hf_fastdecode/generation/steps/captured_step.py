@@ -37,7 +37,7 @@ from ...errors import Unsupported
 from ..forward_pass import forward_pass, takes_positions
 from ..snapshot import SET_BY_CALLS
 from ..structure import Structure
-from .graph_capture import CapturedGraph, pass_context
+from .graph_capture import CapturedGraph, captured_graph
 
 
 class CaptureOptions(NamedTuple):
@@ -128,9 +128,8 @@ class CapturedStep:
             return tensors_of(output)
 
         sizes = {"rows": rows * queries, "fused_rows": options.fused_rows}
-        ours = partial(pass_context, model, structure, lengths, **sizes)
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
-            CapturedGraph, run, ours, device, pool, structure.ranks
+            captured_graph, run, model, structure, lengths, pool, **sizes
         )
 
     def capture(self) -> None:

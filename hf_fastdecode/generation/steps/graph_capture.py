@@ -122,7 +122,7 @@ class CapturedGraph:
         return self._outputs
 
 
-def capture_first_pass(
+def captured_graph(
     run: Callable[[], tuple[Tensor, ...]],
     model: PreTrainedModel,
     structure: Structure,
@@ -131,18 +131,17 @@ def capture_first_pass(
     *,
     rows: int,
     fused_rows: int,
+    runs_first: bool = False,
 ) -> CapturedGraph:
-    """Capture a pass over prompts, whose first run finds the shapes of its buffers.
+    """Capture a pass over `rows` rows of hidden states in `pass_context`.
 
-    Args:
-        rows: Tokens that the pass computes, and so the rows of its products.
-        fused_rows: See `pass_context`.
+    With `runs_first`, its first run finds the shapes of its buffers, also where nothing is captured.
     """
     context = partial(pass_context, model, structure, lengths, rows=rows, fused_rows=fused_rows)
-    if model.device.type != "cuda":  # where a capture runs it first
+    if runs_first and model.device.type != "cuda":  # where a capture runs it first
         with context():
             run()
-    return CapturedGraph(run, context, model.device, pool)
+    return CapturedGraph(run, context, model.device, pool, structure.ranks)
 
 
 CAPTURING = threading.RLock()

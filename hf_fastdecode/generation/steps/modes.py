@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 
 from ...attention.forest import Path
 from ...attention.launch import plan as own_nodes
-from ...cache.layers.latent import MOST_STEPS_EXPECTED, SHARE_OF_FREE_MEMORY, LatentStorage, expanded_where_it_pays
 from ...cache.shared import SharedContextCache
-from ...cache.stores import Kind
 from ...log import logger
 from ...parallel.agreement import ALONE, Ranks
 from ..call_context import CallContext
@@ -313,7 +311,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
         if cache.state.expanded is None and call.ranks.count == 1:
-            expand_nodes(cache)
+            cache.state.expand(cache.attention_layers, free_memory)
             with_expanded.append(ref(cache))
 
     def eager(cache: SharedContextCache) -> Steps:
@@ -373,28 +371,6 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         for expanded in with_expanded:
             if (cache := expanded()) is not None:
                 cache.state.expanded = None
-
-
-def expand_nodes(cache: SharedContextCache) -> None:
-    """Make the keys and values of nodes with latents for which that pays, of a cache that one process stores."""
-    state, layers = cache.state, cache.attention_layers
-    latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
-    alike = all(layer.store.kind is Kind.LATENT and layer.store.window is None for layer in layers)
-    if not latents or not alike or state.division.is_divided:
-        return
-    steps = MOST_STEPS_EXPECTED if state.max_suffix is None else state.max_suffix - cache.suffix_length
-    state.expanded = expanded_where_it_pays(latents, cache.forest, steps, lambda: _free_beside_suffixes(cache))
-
-
-def _free_beside_suffixes(cache: SharedContextCache) -> float:
-    """Bytes that keys and values may take; any number on a CPU, whose free memory is not known."""
-    layers = cache.attention_layers
-    devices = {layer.device for layer in layers}
-    if any(device.type != "cuda" for device in devices):
-        return float("inf")
-    tokens = min(MOST_STEPS_EXPECTED, cache.state.max_suffix or MOST_STEPS_EXPECTED)
-    rows = cache.rows * tokens * sum(layer.storage.suffix_bytes_per_token for layer in layers)
-    return SHARE_OF_FREE_MEMORY * max(0, min(map(free_memory, devices)) - rows)
 
 
 _SIMPLEST_FIRST = ("eager", "graph")
