@@ -21,7 +21,7 @@ from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import RestTables, StepTables
 from ..attention.partial import Partial, merge, unwritten_partial
 from ..attention.torch_operators import decode_ops
-from ..attention.torch_operators.decode_ops import biased_causal_attention, biased_forest_attention, nodes_attention
+from ..attention.torch_operators.decode_ops import biased_causal_attention, nodes_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
@@ -280,12 +280,11 @@ class DecodeKV(SharedKV):
             if scoring.distances is None:
                 did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
             layer.report("decode", did, self._why(query, scoring))
-        if scoring.distances is not None:
-            return division.merge(biased_forest_attention(query, kv, scoring.scale, scoring.distances))
         sinks = scoring.sinks
         if sinks is not None and not division.suffix_shard.counts_sinks:
             sinks = None
         options: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
+        options |= {"distances": scoring.distances}
         return division.merge(decode_ops.forest_attention(query, kv, scoring.scale, **options, backend=backend))
 
     def _is_new(self, by: str) -> bool:

@@ -188,13 +188,20 @@ def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -
     return _choose(backend, _Inputs(query.device.type, query.dtype, *widths, needs_gradient, is_large))
 
 
+def biases_at(biases: Tensor, distances: Tensor) -> Tensor:
+    """Biases of pairs of tokens: ``[heads, ...]``; distances, int64 ``[...]``, below 0 are of keys that are hidden."""
+    return biases[:, distances.clamp(0, biases.shape[1] - 1)]
+
+
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention with a fixed scale, soft cap and backend, one of `TORCH_BACKENDS`."""
+    """Dense attention with fixed score options, see `Scoring`, and backend, one of `TORCH_BACKENDS`."""
 
     scale: float
     softcap: float | None = None
     backend: str = "auto"
+    window: int | None = None
+    distances: Tensor | None = None
 
     def partial(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = False) -> Partial:
         """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys, with the log-sum-exp.
@@ -214,14 +221,18 @@ class DenseAttention:
             return plain_partial(query, keys, values, self.scale, visible=visible)
         return _fused(operator, query, keys, values, self.scale, causal)
 
-    def windowed_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
-        """`partial` over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
+    def partial_at(self, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None) -> Partial:
+        """`partial` of queries at these positions among the keys, ``[batch, queries]`` int64 on the CPU.
 
-        Keys that no query sees are not read, and keys that all queries see need no mask.
+        Within the window, keys that no query sees are not read, and keys that all queries see need no mask. Positions
+        are None where there is neither a window nor a bias.
         """
-        if oldest is None or not oldest.numel():
+        if positions is None or not positions.numel():
             return self.partial(query, keys, values)
-        first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
+        if self.window is None:
+            return plain_partial(query, keys, values, self.scale, bias=self.bias(positions, keys))
+        oldest, count = positions - self.window + 1, keys.shape[2]
+        first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), count) for bound in oldest.aminmax())
         part = self.partial(query, keys[:, :, first_seen_by_all:], values[:, :, first_seen_by_all:])
         if first_seen_by_any == first_seen_by_all:
             return part
@@ -229,6 +240,13 @@ class DenseAttention:
         visible = position >= oldest.to(query.device)[..., None]
         edge = keys[:, :, first_seen_by_any:first_seen_by_all], values[:, :, first_seen_by_any:first_seen_by_all]
         return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
+
+    def bias(self, positions: Tensor | None, keys: Tensor) -> Tensor | None:
+        """What is added to scores by distance, ``[batch, heads, queries, length]``; hidden keys get any bias."""
+        if self.distances is None or positions is None:
+            return None
+        distances = positions.to(keys.device)[..., None] - torch.arange(keys.shape[2], device=keys.device)
+        return biases_at(self.distances, distances).transpose(0, 1)
 
     def raise_if_forced(self, what: str) -> None:
         """Raise if a fused operator is forced: none computes `what` with a log-sum-exp."""
