@@ -201,12 +201,8 @@ def shared_context_attention(
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    for name, given in kwargs.items():
-        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
-            what = f"{name!r} ({type(given).__name__})"
-            raise Unsupported(
-                f"{type(module).__name__} passes {what} to its attention function, with an unknown effect"
-            )
+    if kwargs.keys() - _WITHOUT_EFFECT:
+        _check_arguments(module, kwargs)
     window = None
     if not (sliding_window is None and attention_mask is None and key.stored_window is None):
         window = _window(module, key, sliding_window, attention_mask, lengths)
@@ -239,6 +235,16 @@ def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> N
     if sinks is not None:
         raise Unsupported(f"{type(module).__name__} has attention sinks in its cross-attention")
     key.show(mask.shown if isinstance(mask, BidirectionalMask) else None)
+
+
+def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
+    """Raise Unsupported for further arguments that may have an effect."""
+    for name, given in arguments.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
+            raise Unsupported(
+                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
+                "an unknown effect"
+            )
 
 
 def _window(
