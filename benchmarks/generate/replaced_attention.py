@@ -77,7 +77,7 @@ def no_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor:
 
 def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Bifurcated's einsums over the one context and the suffixes."""
-    if not isinstance(handle, DecodeKV):
+    if not isinstance(handle, DecodeKV) or handle.step.tables is not None:  # of a captured step
         return None
     nodes = handle.append()
     own = _used(nodes)
@@ -88,7 +88,7 @@ def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tenso
 
 def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Hydragen's call for each node, call for the suffixes, and merge."""
-    if not isinstance(handle, DecodeKV):
+    if not isinstance(handle, DecodeKV) or handle.step.tables is not None:  # of a captured step
         return None
     kv = handle.append()
     own = _used(kv)

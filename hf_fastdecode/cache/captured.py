@@ -186,7 +186,7 @@ class ReadTables(ABC):
 
     def fits(self, cache: SharedContextCache) -> bool:
         """Whether the batch's nodes fit the tables."""
-        return self.tables.fits(self.forest(cache))
+        return not self.tables.layers or self.tables.fits(self.forest(cache))
 
     def follow(self, cache: SharedContextCache) -> None:
         """Describe a batch, for which `fits` holds."""
