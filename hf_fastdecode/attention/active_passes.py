@@ -33,7 +33,7 @@ class RowLengths:
             dropped: layers then attend without a window.
         same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
             computation, longer ones need the window (a captured step checks that).
-        tables: What stand-ins have made for rows of that length, by their keys, see `interface.kept_for_capture`.
+        tables: Made by overrides for rows of that length, by their keys, see `interface.kept_for_capture`.
     """
 
     longest: int
@@ -57,7 +57,7 @@ _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", de
 
 
 lengths_of_pass = _lengths.get
-"""Those of the current forward pass of this thread; None outside `active`."""
+"""Returns the lengths of this thread's forward pass; None outside `active`."""
 
 
 class _NameOfPasses(str):

@@ -175,7 +175,7 @@ def shared_context_attention(
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True for several queries of a row; the module's attribute of that name, if any, when None.
-        distances: Biases by distance, of stand-ins alone; see `Scoring.distances`.
+        distances: Biases by distance, of overrides alone; see `Scoring.distances`.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
@@ -320,7 +320,7 @@ def given_positions() -> Tensor | None:
 
 
 def positions_of_pass() -> Tensor:
-    """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
+    """Positions of the current pass's tokens, for overrides whose module is not given them; see `at_positions`."""
     positions = _positions.get()
     assert positions is not None
     return positions
@@ -375,7 +375,7 @@ def attend_encoded(
 
 
 def outgrows(length: int) -> bool:
-    """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
+    """Whether the longest row of the pass has more tokens, for overrides that compute something else then."""
     lengths = lengths_of_pass()
     return lengths is not None and lengths.keep_if_binding(length) is not None
 

@@ -99,7 +99,7 @@ class SuffixLengths:
         return SuffixLengths(self.longest + tokens, per_row, self.shortest + tokens)
 
     def on_host(self) -> int | list[int]:
-        """The same lengths for `ForestKV`; synchronizes with the device if `per_row` is given."""
+        """These lengths for `ForestKV`; synchronizes with the device if `per_row` is given."""
         return self.longest if self.per_row is None else self.per_row.tolist()
 
 

@@ -1,6 +1,6 @@
 """Bytes of keys and values, stored and read per decode step, with and without sharing.
 
-Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` numbers, ``b`` rows, ``m_c`` tokens of shared
+Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` elements, ``b`` rows, ``m_c`` tokens of shared
 context, ``m_d`` tokens that each row has added.
 """
 

@@ -162,7 +162,7 @@ class ReadTables(ABC):
 
     @abstractmethod
     def alike(self, cache: SharedContextCache) -> dict[int, Alike]:
-        """What layers of tables that are made for this batch have in common with others."""
+        """By layer, the head shape and own nodes of tables that are made for this batch."""
 
     @abstractmethod
     def forest(self, cache: SharedContextCache) -> Forest:

@@ -79,8 +79,9 @@ class ForestCache(Cache):
 
     def forget_states(self, path: Path) -> None:
         """Drop the states at the end of a path, at which no prompt ends."""
-        for layer in self.state_layers:
-            layer.ends.pop(end_of(path), None)
+        if (end := end_of(path)) is not None:
+            for layer in self.state_layers:
+                layer.ends.pop(end, None)
 
     @property
     def is_empty(self) -> bool:
@@ -298,7 +299,7 @@ class ForestCache(Cache):
             layer.select_rows(chosen)
 
     def restart_rows(self, paths: Mapping[int, Path]) -> None:
-        """Begin rows anew, each behind its path of nodes and with an empty suffix, in the places of the rows so far.
+        """Begin rows anew, each after its path of nodes and with an empty suffix, instead of the rows so far.
 
         Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`.
         From then on, ids of suffixes' tokens are not known.

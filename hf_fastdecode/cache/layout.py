@@ -42,7 +42,7 @@ from .stores import (
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """What each layer of a model stores.
+    """The stores of each layer of a model.
 
     Attributes:
         model_type: transformers' name of the architecture.
@@ -52,7 +52,7 @@ class ModelLayout:
         borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
-        expanding: Layers that make keys and values of latents, by index; of a model only, and where stand-ins know
+        expanding: Layers that make keys and values of latents, by index; of a model only, and where overrides know
             them.
     """
 
@@ -155,7 +155,7 @@ class ModelLayout:
 
     @cached_property
     def distinct(self) -> Counter[Store]:
-        """The distinct stores with keys and values of every token, with their numbers of layers."""
+        """The distinct stores with keys and values of every token, with the count of their layers."""
         return Counter(self.per_token.values())
 
     @property
@@ -190,7 +190,7 @@ def _with_heads_of_latents(module: Any, stores: tuple[Store, ...], whole: frozen
 
 
 def _as_stored(store: Store, code: OwnCode, config: Any) -> Store:
-    """The store with the widths that stand-ins store."""
+    """The store with the widths that overrides store."""
     if store.kind not in PER_TOKEN:
         return store
     key, value = code.widths(config, store.head_dim, store.value_dim)
@@ -286,7 +286,7 @@ class EmptyLayer(CacheLayerMixin):
         return self
 
     def for_nodes_of(self, state: SharedState) -> EmptyLayer:
-        """The same layer of another cache."""
+        """This layer for another cache."""
         return EmptyLayer(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

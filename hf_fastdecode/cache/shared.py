@@ -55,7 +55,7 @@ class FilledBy(Protocol):
     """Snapshot of the model that filled a cache."""
 
     def difference(self, model: nn.Module) -> str | None:
-        """What of a model is other than it was then; None if its keys and values would be the same."""
+        """The part of a model that has changed since; None if its keys and values would be the same."""
         ...
 
 
@@ -186,7 +186,7 @@ class SharedContextCache(ForestCache):
 
     @property
     def stored_node_tokens(self) -> int:
-        """Of `node_tokens`, those that this process stores."""
+        """The part of `node_tokens` that this process stores."""
         return sum(map(self.state.stored_length, range(len(self.state.segment_lengths))))
 
     @property
@@ -215,7 +215,7 @@ class SharedContextCache(ForestCache):
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound.
 
-        Padding of a decoder's prompts counts behind an encoder, where positions count it.
+        Padding of a decoder's prompts counts after an encoder, where positions count it.
         """
         room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
         if self.state.current.items:
@@ -287,7 +287,7 @@ class SharedContextCache(ForestCache):
                     f"after this pass the suffixes of the cache's layers differ in length, {shortest} to {longest} "
                     f"tokens: the pass left out some of the layers that filled the cache; {REMEDY}"
                 )
-            if suffixes.ids is ids and any(appended):  # a pass without ids, behind which no others are known
+            if suffixes.ids is ids and any(appended):  # a pass without ids, after which no others are known
                 suffixes.ids = ids.first(before.shortest)
             suffixes.lengths = before.plus(max(appended, default=0))
             state.padded_length += max(appended, default=0)
@@ -360,14 +360,14 @@ class SharedContextCache(ForestCache):
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """As `Cache.get_conv_state`, which layers with states call first, but only within a pass as `update` is.
 
-        Another pass would begin with no prompt's states, and leave its own behind for later ones.
+        Another pass would begin with no prompt's states, and leave its own to later ones.
         """
         self._require_active("get_conv_state")
         state: Tensor | None = super().get_conv_state(*args, **kwargs)
         return state
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
+        """As `get_conv_state`, for earlier transformers, whose layers call this first."""
         if layer_idx is not None:
             self._require_active("has_previous_state")
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
@@ -452,7 +452,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def _parts(layer: Any) -> Iterator[Any]:
-    """What a layer of transformers' caches holds: None for what it has not computed."""
+    """The tensors of a layer of transformers' caches; None for one that it has not computed."""
     yield from (getattr(layer, name, None) for name in ("keys", "values"))
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
@@ -471,7 +471,7 @@ def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[st
 def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
     """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths.
 
-    Raises ValueError behind images whose tokens have positions in planes.
+    Raises ValueError after images whose tokens have positions in planes.
     """
     if not cache.state.counts_tokens:
         raise ValueError(

@@ -49,11 +49,11 @@ class Undivided:
         return self.parallel is other.parallel
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        """What this process stores of a segment; `runs` as for `SequenceParallel.shard_of`."""
+        """The part of a segment that this process stores; `runs` as for `SequenceParallel.shard_of`."""
         return WHOLE
 
     def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        """What this process stores of a forest; the same object for the same forest."""
+        """The part of a forest that this process stores; the same object for the same forest."""
         return forest
 
     def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
@@ -88,7 +88,7 @@ class Undivided:
         return context
 
     def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
-        """What this process computes of a pass over these runs, which may be divided; None for all of it."""
+        """The part of a pass over these runs that this process computes; None for all of it."""
         return None
 
     def reads(

@@ -380,7 +380,7 @@ class SuffixIds:
     def plus(self, ids: Tensor, before: SuffixLengths) -> SuffixIds:
         """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`.
 
-        Ids behind a gap are not kept.
+        Ids after a gap are not kept.
         """
         if self.length != before.longest:
             return self

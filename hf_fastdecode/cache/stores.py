@@ -22,7 +22,7 @@ GROUP: Final = 16
 
 
 class Kind(StrEnum):
-    """What a store holds.
+    """The content of a store.
 
     Attributes:
         FULL: Keys and values of every token.
@@ -56,7 +56,7 @@ def kv_heads_of_kernels(heads: int) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """What a layer stores in one place. Sizes are 0 where the config does not say them.
+    """Keys and values, or states, that a layer stores in one place. Sizes are 0 where the config does not say them.
 
     Attributes:
         kind: What it holds.
@@ -68,7 +68,7 @@ class Store:
         biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
-        stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
+        stock_numbers: Elements of a token in transformers' cache, where these are other than `numbers`.
     """
 
     kind: Kind
@@ -140,7 +140,7 @@ _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "mlp": (),
     "moe": (),
 }
-# Fields that layers with a window have in the place of the others'.
+# Fields that layers with a window have instead of the others'.
 _OF_WINDOWS: Final = {
     "num_attention_heads": "swa_num_attention_heads",
     "num_key_value_heads": "swa_num_key_value_heads",
@@ -201,7 +201,7 @@ def lists_layers(config: Any) -> bool:
 
 
 def stores_of(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
-    """What a layer stores, by its own config."""
+    """The stores of a layer, by its own config."""
     if "attention" in (read_field(config, "skip") or ()):
         return ()
     if index in (read_field(config, "cross_attention_layers") or ()):  # which do not run without images
@@ -286,7 +286,7 @@ ENCODER_DECODERS: Final = frozenset(
     }
 )
 """Model types whose decoders find the encoder's keys and values in transformers' `EncoderDecoderCache`, and hand them
-to an attention function, or have stand-ins that do. Each was compared with stock."""
+to an attention function, or have overrides that do. Each was compared with stock."""
 
 OTHER_ENCODER_DECODERS: Final[Mapping[str, str]] = {
     "fsmt": "its decoder takes tokens before rows, and hides padding by masks of its own",

@@ -261,7 +261,7 @@ class AlikeInputs(NamedTuple):
 
     @classmethod
     def of(cls, segment: Segment, nodes: Sequence[Node]) -> AlikeInputs:
-        """Those of neighbouring nodes of a segment."""
+        """The inputs of neighbouring nodes of a segment."""
         rows = slice(nodes[0].row_start, nodes[-1].row_stop)
         return cls(rows, as_batch(segment, nodes))
 

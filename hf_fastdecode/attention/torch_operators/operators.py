@@ -242,7 +242,7 @@ class DenseAttention:
         return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
 
     def bias(self, positions: Tensor | None, keys: Tensor) -> Tensor | None:
-        """What is added to scores by distance, ``[batch, heads, queries, length]``; hidden keys get any bias."""
+        """Bias of scores by distance, ``[batch, heads, queries, length]``; hidden keys get any bias."""
         if self.distances is None or positions is None:
             return None
         distances = positions.to(keys.device)[..., None] - torch.arange(keys.shape[2], device=keys.device)

@@ -35,7 +35,7 @@ Stored = Callable[[Hashable], tuple[Tensor, Tensor]]
 
 
 class Intervals(NamedTuple):
-    """What the tokens of a pass see: an interval of keys each, as the prefill kernel takes them.
+    """An interval of keys for each token of a pass, which sees these, as the prefill kernel takes them.
 
     Attributes:
         own: ``[3, tokens]`` int32: every token, and the first and the last of the pass's own tokens that it sees.
@@ -98,7 +98,7 @@ class PackedRuns:
         return any(run.length + sum(_lengths(run, stored)) > window for run in self.runs)
 
     def intervals(self, device: torch.device, window: int | None, stored: Stored) -> Intervals:
-        """What each token sees, under a window if given."""
+        """The keys that each token sees, under a window if given."""
         if (device, window) not in self._intervals:
             self._intervals[device, window] = self._make_intervals(device, window, stored)
         return self._intervals[device, window]
@@ -425,7 +425,7 @@ def _out(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tens
 
 
 def _partial(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Partial:
-    """The same as a partial, ``out`` ``[kv_heads, heads_per_kv_head, tokens, value_dim]``."""
+    """Attention to merge with others: ``out`` ``[kv_heads, heads_per_kv_head, tokens, value_dim]``."""
     query = grouped.transpose(0, 1)
     keys, values = (_batched_by_head(part, grouped.shape[1]) for part in (keys, values))
     if bias is None:

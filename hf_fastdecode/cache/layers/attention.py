@@ -19,7 +19,7 @@ from ..storage import TokenStorage
 from ..stores import Store
 
 REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
-"""What to do about a cache that another model filled."""
+"""Remedy for a cache that another model filled."""
 
 
 def require_dtype(computed: torch.dtype, stored: Sequence[Tensor] | None, what: str = "keys") -> None:
@@ -40,7 +40,7 @@ def no_tensor(name: str) -> str:
 
 
 def other_heads(held: tuple[int, int], got: tuple[int, int]) -> str:
-    """Why a layer's tokens are not those of a model, for errors: each as KV heads, and numbers of a head."""
+    """Why a layer's tokens are not those of a model, for errors: each as KV heads, and elements of a head."""
     return f"the cache holds {held[0]} KV heads of {held[1]} numbers, the model has {got[0]} of {got[1]}; {REMEDY}"
 
 

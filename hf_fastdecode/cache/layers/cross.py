@@ -138,7 +138,7 @@ class EncodedInputs:
         self._begins.update(zip(begins, inputs, strict=True))
 
     def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
-        """The same inputs, for paths that begin where `begins` says, by where they began."""
+        """A copy for paths that now begin elsewhere: `begins` maps new beginnings to old ones."""
         twin = copy(self)
         vars(twin).update({"_latest": None, "_of_pass": None, "_read": {}})
         twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
@@ -228,7 +228,7 @@ class EncodedInputs:
         return self.view_of(cache, self, attend)
 
     def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> Any:
-        """The cache as decoders take it, with others' inputs and attention in the place of these."""
+        """The cache as decoders take it, with others' inputs and attention instead of these."""
         return CrossView(cache, inputs, attend)
 
     def see(self, arguments: Mapping[str, Any]) -> None:
@@ -283,7 +283,7 @@ Attend = Callable[[int, Tensor, Scoring], Tensor]
 
 
 class HasInputs(Protocol):
-    """What a view asks of inputs: the layers that hold theirs, how long one is, and room for those of a new layer."""
+    """Inputs as views ask them: the layers that hold theirs, the tokens of one, and storage for a new layer's."""
 
     tokens: int
 
@@ -293,7 +293,7 @@ class HasInputs(Protocol):
 
 
 class CrossView(EncoderDecoderCache):
-    """What a decoder with cross-attention takes as its cache: a cache of its own tokens, and the inputs' layers."""
+    """The cache that a decoder with cross-attention takes: a cache of its own tokens, and the inputs' layers."""
 
     def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
         self.self_attention_cache = cache
@@ -390,7 +390,7 @@ class ImageInputs(EncodedInputs):
         self._keys_seen = None
 
     def shown(self, tokens: int) -> Tensor | None:
-        """The same of a layer's keys, ``[rows, tokens]`` bool; all of them when None."""
+        """The keys of a layer that are seen, ``[rows, tokens]`` bool; all of them when None."""
         if self._seen is not None and self._keys_seen is None:
             self._keys_seen = self._seen.repeat_interleave(tokens // self._seen.shape[1], 1)
         return self._keys_seen
@@ -401,7 +401,7 @@ class ImageInputs(EncodedInputs):
 
 
 class ImageView:
-    """What a decoder with such layers takes as its cache: one of tokens, and images in the layers that see them."""
+    """The cache that a decoder with such layers takes: one of tokens, and images in the layers that see them."""
 
     def __init__(self, cache: Cache, images: ImageInputs, inputs: HasInputs, attend: Attend):
         self._cache, self._images, self._tokens = cache, images, inputs.tokens
@@ -427,7 +427,7 @@ class ImageView:
 
 
 class _ImageLayer:
-    """What the model reads of a layer's images: that there are some, and handles in the place of keys and values."""
+    """Tells the model that a layer has images, and gives it handles instead of keys and values."""
 
     is_initialized = True
 

@@ -39,7 +39,7 @@ from ..storage import SuffixOrigins, TokenStorage
 
 
 def as_wide(part: Tensor, width: int) -> Tensor:
-    """A part ``[..., numbers]`` with zeros behind its numbers, up to `width`."""
+    """A part ``[..., elements]`` with zeros after its elements, up to `width`."""
     return part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1]))
 
 
@@ -52,7 +52,7 @@ def multiplying(projection: nn.Module, latents: Tensor) -> AbstractContextManage
 
 
 class ExpandsLatents(Protocol):
-    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with a stand-in for it."""
+    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with an override of it."""
 
     layer_idx: int
     kv_b_proj: nn.Module
@@ -103,7 +103,7 @@ class LatentStorage(TokenStorage):
         if layer is None:
             raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
         with multiplying(layer.kv_b_proj, parts.keys):
-            expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
+            expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is an override
         return Segment._make(part[0] for part in expanded)
 
     def read_by_kernels(self, parts: Segment) -> Segment:
@@ -133,7 +133,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, layer: ExpandsLatents) -> Widths:
-        """Those of a layer."""
+        """The widths of a layer."""
         return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
     @property
@@ -142,7 +142,7 @@ class Widths(NamedTuple):
         return max(self.key, self.value)
 
     def as_kernels_take(self, query: Tensor) -> Tensor:
-        """Queries ``[rows, heads, queries, key + rotated]`` with zeros behind `key`, up to `stored`."""
+        """Queries ``[rows, heads, queries, key + rotated]`` with zeros after `key`, up to `stored`."""
         if self.stored == self.key:
             return query
         plain, rest = query.split([self.key, self.rotated], -1)
@@ -150,7 +150,7 @@ class Widths(NamedTuple):
 
 
 class ExpandedLayer:
-    """What one layer has of these nodes; a `StoredWithRests` without suffixes.
+    """Expanded nodes of one layer; a `StoredWithRests` without suffixes.
 
     Attributes:
         segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.
@@ -164,7 +164,7 @@ class ExpandedLayer:
 
     @classmethod
     def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
-        """Those of runs of tokens, by the layer's own code."""
+        """Expand runs of tokens, by the layer's own code."""
         segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
         for number, run in enumerate(runs):
             latents = storage.segments[run.segment].view(run)
@@ -239,8 +239,8 @@ class ExpandedNodes:
 FEWEST_ROWS: Final = 32
 """Rows of a node from which its keys and values are made.
 
-Measured on an H200, a node of 8,192 tokens as latents (512 + 64 numbers) and as keys (128 + 64) and values (128): with
-16 heads 28 and 21 us for 16 rows, 42 and 28 for 32, 71 and 23 for 64, 128 and 26 for 128; with 128 heads 129 and 127,
+Measured on an H200, a node of 8,192 tokens as latents (512 + 64 elements) and as keys (128 + 64) and values (128):
+with 16 heads 28 and 21 us for 16 rows, 42 and 28 for 32, 71 and 23 for 64, 128 and 26 for 128; with 128 heads 129 and 127,
 246 and 159, 484 and 131, 950 and 171. The merge with a partial of its own takes some microseconds more.
 """
 
@@ -260,7 +260,7 @@ MOST_STEPS_EXPECTED: Final = 1024
 """Steps that rows are expected to take where more are allowed."""
 
 SHARE_OF_FREE_MEMORY: Final = 0.25
-"""What keys and values of nodes may take of the memory that is free before the first step, but for rows' tokens."""
+"""Share of the memory that is free before the first step, but for rows' tokens, for keys and values of nodes."""
 
 
 def expanded_where_it_pays(

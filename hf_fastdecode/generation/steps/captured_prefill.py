@@ -51,7 +51,7 @@ A capture takes as long as two eager passes and some milliseconds, and saves mos
 
 
 class PrefillShape(NamedTuple):
-    """What a captured pass is made for.
+    """The kind of passes that a captured one serves.
 
     Attributes:
         tokens: Number of tokens, with padding.
@@ -266,7 +266,7 @@ class PrefillAhead:
         return captured is self.captured and torch.equal(self.ids[0].cpu(), tokens)
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """What the pass returns, for work that is queued from now on."""
+        """The outputs of the pass, for work that is queued from now on."""
         self.was_right = True
         self.join()
         return self._outputs
@@ -277,7 +277,7 @@ class PrefillAhead:
 
 
 class RowShape(NamedTuple):
-    """What a captured pass is made for: as many rows as inputs, prompts of a width, and inputs of so many tokens."""
+    """The kind of passes that a captured one serves: as many rows as inputs, of equal widths and lengths."""
 
     rows: int
     width: int

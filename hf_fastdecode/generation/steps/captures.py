@@ -30,7 +30,7 @@ _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
 
 _MOST_BY_ROWS = 4
-"""The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
+"""Maximum first passes with an encoder, which have memory for the keys and values of their inputs."""
 
 
 STEPS: Final = "decode steps"
@@ -317,7 +317,7 @@ has itself, which is what `CallLock` is for.
 
 
 class LockHolder:
-    """Who may hold a lock: a call, in the thread that makes this object.
+    """Holder of a lock: a call, in the thread that makes this object.
 
     Args:
         scope: The scope of a call that holds it from its start to its end.
@@ -341,7 +341,7 @@ class CallLock:
 
     @property
     def holder(self) -> LockHolder | None:
-        """Who holds it."""
+        """The holder, if there is one."""
         return self._holders.get("")
 
     def acquire(self, holder: LockHolder, *, wait: bool) -> bool:

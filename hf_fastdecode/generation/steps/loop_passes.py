@@ -324,7 +324,7 @@ class Way(IntEnum):
 
 
 class Bounds(NamedTuple):
-    """What a captured pass serves, for the nodes that its tables fit.
+    """The longest rows that a captured pass serves, for the nodes that its tables fit.
 
     Attributes:
         row: Most tokens of a row by the end of the call, see `SharedContextCache.longest_row`.

@@ -58,7 +58,7 @@ class Steps(Protocol):
         ...
 
     def restart(self, paths: Mapping[int, Path], order: list[int] | None = None) -> Steps:
-        """Begin rows anew behind their paths, by row, and return the runner for the batch.
+        """Begin rows anew after their paths, by row, and return the runner for the batch.
 
         Args:
             order: When given, row ``i`` then becomes row ``order[i]``, for rows of one path to be neighbours.

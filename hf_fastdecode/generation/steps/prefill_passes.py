@@ -169,7 +169,7 @@ def _kind(shape: PrefillShape) -> Hashable:
 
 
 def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
-    """Whether a captured pass's buffers of so many numbers, which stay allocated, are a small share of the memory."""
+    """Whether a captured pass's buffers of so many elements, which stay allocated, are a small share of the memory."""
     if model.device.type != "cuda":
         return True
     total = torch.cuda.get_device_properties(model.device).total_memory
@@ -235,7 +235,7 @@ def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.devi
 
 
 def _attend_expanded(store: Store, widths: Widths, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
-    """The same of nodes with latents that are read as keys and values."""
+    """As `_attend`, for nodes with latents that are read as keys and values."""
     rows, heads = bucket(forest.rows), store.query_heads
     query = torch.empty(rows, heads, 1, widths.key + widths.rotated, dtype=dtype, device=device)
     own = unwritten_partial(query, widths.value)
