@@ -240,8 +240,8 @@ FEWEST_ROWS: Final = 32
 """Rows of a node from which its keys and values are made.
 
 Measured on an H200, a node of 8,192 tokens as latents (512 + 64 elements) and as keys (128 + 64) and values (128):
-with 16 heads 28 and 21 us for 16 rows, 42 and 28 for 32, 71 and 23 for 64, 128 and 26 for 128; with 128 heads 129 and 127,
-246 and 159, 484 and 131, 950 and 171. The merge with a partial of its own takes some microseconds more.
+with 16 heads 28 and 21 us for 16 rows, 42 and 28 for 32, 71 and 23 for 64, 128 and 26 for 128; with 128 heads 129
+and 127, 246 and 159, 484 and 131, 950 and 171. The merge with a partial of its own takes some microseconds more.
 """
 
 FEWEST_ROWS_LATER: Final = 16

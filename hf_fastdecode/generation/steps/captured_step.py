@@ -127,7 +127,7 @@ class CapturedStep:
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
             return tensors_of(output)
 
-        sizes = {"rows": rows * queries, "fused_rows": options.fused_rows}
+        sizes: dict[str, Any] = {"rows": rows * queries, "fused_rows": options.fused_rows}
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
             captured_graph, run, model, structure, lengths, pool, **sizes
         )
