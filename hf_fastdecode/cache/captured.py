@@ -189,9 +189,8 @@ class ReadTables(ABC):
         return not self.tables.layers or self.tables.fits(self.forest(cache))
 
     def follow(self, cache: SharedContextCache) -> None:
-        """Describe a batch, for which `fits` holds."""
-        if self.tables.layers:
-            self.tables.follow(self.forest(cache), self.suffixes(cache), self.stored(cache))
+        """Describe a batch, for which `fits` holds, to tables of any layers."""
+        self.tables.follow(self.forest(cache), self.suffixes(cache), self.stored(cache))
 
 
 class TokenTables(ReadTables):

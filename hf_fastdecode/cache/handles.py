@@ -212,7 +212,7 @@ class DecodeKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer
-        if layer.ran_for is None or layer.window != scoring.window:
+        if self.step.tables is None and (layer.ran_for is None or layer.window != scoring.window):
             layer.note(scoring)
         if self._may_run_kernels and (out := self._run_kernels(query, scoring)) is not None:
             return out.transpose(1, 2)

@@ -99,6 +99,7 @@ class CapturedStep:
         tokens = TokenTables(rows, cache, device, queries, reordered=options.reordered)
         inputs, expanded = InputTables(rows, cache, device), ExpandedTables(rows, cache, device)
         self._reads, self.tables = (tokens, inputs, expanded), tokens.tables
+        self._read = [one for one in self._reads if one.tables.layers]
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
         tensors_of = self._prepare(model, cache)
@@ -184,7 +185,7 @@ class CapturedStep:
     def _follow(self, cache: SharedContextCache) -> None:
         if not (cache.state.suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
-        for tables in self._reads:
+        for tables in self._read:
             tables.follow(cache)
         if self.next_slot is not None:
             self.next_slot.fill_(cache.get_seq_length())
