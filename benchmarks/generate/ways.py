@@ -22,8 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_fastdecode as fd
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
-from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.placeholders import SharedKV
+from hf_fastdecode.attention.kv import ForestKV, Segment, SharedKV
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement import SAMPLING
@@ -225,7 +224,7 @@ def no_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None
 
 def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Bifurcated's einsums over the one context and the suffixes."""
-    if not isinstance(handle, DecodeKV):
+    if not isinstance(handle, DecodeKV) or handle.step.tables is not None:  # of a captured step
         return None
     nodes = handle.append()
     own = _used(nodes)
@@ -236,7 +235,7 @@ def bifurcated_attention(handle: SharedKV, query: Tensor, scale: float) -> Tenso
 
 def hydragen_attention(handle: SharedKV, query: Tensor, scale: float) -> Tensor | None:
     """Hydragen's call for each node, call for the suffixes, and merge."""
-    if not isinstance(handle, DecodeKV):
+    if not isinstance(handle, DecodeKV) or handle.step.tables is not None:  # of a captured step
         return None
     kv = handle.append()
     own = _used(kv)

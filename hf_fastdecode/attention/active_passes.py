@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig
 from .._compat import ATTENTION_FIELD, setting
 from ..instance_methods import Change, Switch
 from .own_code import own_code_of
-from .placeholders import NotATensorError
 
 ATTENTION_NAME = "hf_fastdecode"
 """Name of the two functions in transformers' registries."""
@@ -34,7 +33,7 @@ class RowLengths:
             dropped: layers then attend without a window.
         same_up_to: The smallest window that was dropped; None if none was. Rows of up to this length get the same
             computation, longer ones need the window (a captured step checks that).
-        tables: What stand-ins have made for rows of that length, by their keys, see `interface.kept_for_capture`.
+        tables: Made by overrides for rows of that length, by their keys, see `interface.kept_for_capture`.
     """
 
     longest: int
@@ -57,15 +56,8 @@ class RowLengths:
 _lengths: ContextVar[RowLengths | None] = ContextVar("hf_fastdecode_lengths", default=None)
 
 
-def lengths_of_pass() -> RowLengths | None:
-    """Those of the current forward pass of this thread; None outside `active`."""
-    return _lengths.get()
-
-
-def require_active(what: str = "update", whose: str = "keys and values") -> None:
-    """Raise `NotATensorError` outside of `active`: only passes within it can read a shared-context cache."""
-    if _lengths.get() is None:
-        raise NotATensorError(what, whose)
+lengths_of_pass = _lengths.get
+"""Returns the lengths of this thread's forward pass; None outside `active`."""
 
 
 class _NameOfPasses(str):

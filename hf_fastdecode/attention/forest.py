@@ -58,6 +58,22 @@ class Node:
 
 Path = tuple[Span, ...]
 
+Begin = tuple[int, int]
+"""Where a path of nodes begins: the number of its first segment, and the index in it of the first token."""
+
+End = tuple[int, int]
+"""Where a path of nodes ends: the number of its last segment, and the index in it after the last token."""
+
+
+def begin_of(path: Path) -> Begin:
+    """The beginning of a path, which is not empty."""
+    return path[0].segment, path[0].start
+
+
+def end_of(path: Path) -> End | None:
+    """The end of a path; None for an empty one."""
+    return (path[-1].segment, path[-1].stop) if path else None
+
 
 class Forest:
     """The nodes over a batch of rows.

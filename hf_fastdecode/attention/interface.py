@@ -2,9 +2,12 @@
 
 transformers' attention classes pass what the cache layer's ``update`` returns to their attention function, as ``key``
 and ``value``, whatever its type. Layers of a shared-context cache return a `SharedKV`, and the attention function here
-calls its `attend`. Likewise the mask function of `masks` returns a `SlidingWindow` instead of a mask tensor. A model's
-configs name these two functions only inside `active_passes.active`, which wraps every forward pass with a
-shared-context cache.
+calls its `attend`. Likewise the mask function returns a `SlidingWindow` instead of a mask tensor. A model's configs
+name these two functions only inside `active_passes.active`, which wraps every forward pass over such a cache.
+
+Models for images add to causal masks: transformers' `create_causal_mask` takes ``block_sequence_ids``, the number of
+the image that each token is of, and -1 for text; tokens of an image see each other. Models that always give them get a
+mask function which is causal for text.
 
 Overrides of attention code that does not use this interface (`own_code`) call `attend_shared` and `attend_encoded`.
 """
@@ -15,11 +18,19 @@ import sys
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from inspect import getclosurevars
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, EncoderDecoderCache
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    bidirectional_mask_function,
+    blockwise_overlay,
+    causal_mask_function,
+    or_masks,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import setting
@@ -27,15 +38,110 @@ from ..errors import Unsupported
 from .active_passes import (
     ATTENTION_NAME,
     RowLengths,
-    autocast_dtype,
     cast,
     lengths_of_pass,
     no_autocast,
     stock_attention,
 )
-from .kv import Scoring
-from .masks import NOT_CAUSAL, shared_context_mask
-from .placeholders import BidirectionalMask, CrossKV, SharedKV, SlidingWindow
+from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
+from .own_code import own_code_of
+
+NOT_CAUSAL = "the model's mask is not plain causal attention"
+
+
+def shared_context_mask(
+    *args: Any,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Mask function: checks that the model asks for causal attention, windowed or not, and makes no mask.
+
+    Args:
+        args: Positional arguments of every mask function, for stock passes only.
+        mask_function: Says which keys a query sees.
+        local_size: Window or chunk length of a local attention layer, if any.
+        allow_is_causal_skip: transformers clears it when the model adds another rule to the causal one.
+        kwargs: Arguments of other mask functions.
+
+    Returns:
+        None for plain causal attention, or where no row outgrows the window, else a `SlidingWindow`. For architectures
+        with code that reads masks, a `CausalMask` instead of None. For attention without a causal rule a
+        `BidirectionalMask`, which layers over the cache refuse, but for cross-attention.
+
+    Raises:
+        Unsupported: The mask is neither causal nor that of a sliding window.
+    """
+    lengths = lengths_of_pass()
+    if lengths is None:  # a stock pass of another thread
+        name = stock_attention(kwargs["config"])
+        given = {
+            "mask_function": mask_function,
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "local_size": local_size,
+        }
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **given, **kwargs)
+    if local_size is not None and local_size < 1:
+        # A mask that hides every key. Models whose config has a window of 0 create it, but their layers do not use it.
+        return SlidingWindow(local_size)
+    plain = without_blocks(mask_function, int(kwargs["q_length"]))
+    if plain is not mask_function:
+        mask_function, allow_is_causal_skip = plain, True
+    window = lengths.keep_if_binding(local_size)
+    own = own_code_of(type(kwargs.get("config")))
+    added_in_stand_ins = own is not None and own.reads_masks
+    if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
+        return BidirectionalMask(kwargs.get("attention_mask"))
+    if (not allow_is_causal_skip and not added_in_stand_ins) or (
+        local_size is None and mask_function is not causal_mask_function
+    ):
+        raise Unsupported(NOT_CAUSAL)
+    if window is None:
+        return CausalMask() if added_in_stand_ins else None
+    if not _slides(mask_function, window):
+        raise Unsupported(
+            f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "
+            "attention, only sliding windows are supported"
+        )
+    return SlidingWindow(window)
+
+
+def _slides(mask_function: Callable[..., Any], window: int) -> bool:
+    """Whether a mask function is a sliding window of `window` tokens, rather than one of chunks."""
+    # Four ages of a key: just outside the window, the oldest inside, the query itself, and the next token. For two
+    # adjacent queries, because the last query of a chunk sees what it would in a window.
+    # On the CPU, whatever the default device, because a CUDA graph may be under capture.
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    query = torch.tensor([window, window + 1], device="cpu").repeat_interleave(4)
+    age = torch.tensor([window, window - 1, 0, -1], device="cpu").repeat(2)
+    key = query - age
+    shown = mask_function(zero, zero, query, key).tolist()
+    return bool(shown == [False, True, True, False] * 2)
+
+
+MaskFunction = Callable[..., Any]
+
+_UNION: Final = f"{or_masks.__qualname__}.<locals>.or_mask"
+_BLOCKS: Final = f"{blockwise_overlay.__qualname__}.<locals>.inner_mask"
+
+
+def without_blocks(mask_function: MaskFunction, queries: int) -> MaskFunction:
+    """The mask function without blocks that show queries nothing more: of text alone, or of a decode step.
+
+    Args:
+        queries: Tokens of each row. One is a step's, which models give as text; of several, blocks are read from the
+            device.
+    """
+    if getattr(mask_function, "__qualname__", "") != _UNION:
+        return mask_function
+    first, *others = getclosurevars(mask_function).nonlocals["mask_functions"]
+    if len(others) != 1 or getattr(others[0], "__qualname__", "") != _BLOCKS:
+        return mask_function
+    blocks: Tensor = getclosurevars(others[0]).nonlocals["block_sequence_ids"]
+    inert = queries == 1 or bool((blocks < 0).all())
+    return first if inert else mask_function
+
 
 _WITHOUT_EFFECT = {
     *("position_ids", "cache_position", "use_cache", "logits_to_keep"),
@@ -77,7 +183,7 @@ def shared_context_attention(
         sliding_window: Window of the layer, if any; if it hides tokens, the mask must have the same window.
         s_aux: ``[heads]``: attention sinks, if any, see `Scoring.sinks`.
         is_causal: Must be True for several queries of a row; the module's attribute of that name, if any, when None.
-        distances: Biases by distance, of stand-ins alone; see `Scoring.distances`.
+        distances: Biases by distance, of overrides alone; see `Scoring.distances`.
         kwargs: Arguments of other attention functions; must be None, False, or without an effect on causal attention.
 
     Returns:
@@ -103,7 +209,7 @@ def shared_context_attention(
     causal = cross or (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if not causal and query.shape[2] > 1:
         raise Unsupported(f"{type(module).__name__} does not attend causally (is_causal=False)")
-    if kwargs:
+    if kwargs.keys() - _WITHOUT_EFFECT:
         _check_arguments(module, kwargs)
     window = None
     if not (sliding_window is None and attention_mask is None and key.stored_window is None):
@@ -115,12 +221,12 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    if autocast_dtype(query.device) is None:
-        out = key.attend(query, scoring)
-    else:
+    if torch.is_autocast_enabled(query.device.type):
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
             out = key.attend(query, scoring)
+    else:
+        out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
 
 
@@ -139,12 +245,12 @@ def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> N
     key.show(mask.shown if isinstance(mask, BidirectionalMask) else None)
 
 
-def _check_arguments(module: nn.Module, given: dict[str, Any]) -> None:
+def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
     """Raise Unsupported for further arguments that may have an effect."""
-    for name, value in given.items():
-        if value is not None and value is not False and name not in _WITHOUT_EFFECT:
+    for name, given in arguments.items():
+        if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise Unsupported(
-                f"{type(module).__name__} passes {name!r} ({type(value).__name__}) to its attention function, with "
+                f"{type(module).__name__} passes {name!r} ({type(given).__name__}) to its attention function, with "
                 "an unknown effect"
             )
 
@@ -216,7 +322,7 @@ def given_positions() -> Tensor | None:
 
 
 def positions_of_pass() -> Tensor:
-    """Positions of the current pass's tokens, for stand-ins whose module is not given them; see `at_positions`."""
+    """Positions of the current pass's tokens, for overrides whose module is not given them; see `at_positions`."""
     positions = _positions.get()
     assert positions is not None
     return positions
@@ -231,15 +337,10 @@ def attend_shared(
     window: int | None = None,
     distances: Tensor | None = None,
 ) -> Tensor:
-    """Attention for stand-ins (`own_code`): causal, and within a window if given.
+    """Attention for overrides (`own_code`): causal, and within a window or with `Scoring.distances` if given.
 
-    Args:
-        query: ``[batch, heads, queries, head_dim]``.
-        kv: What the cache layer's ``update`` returned.
-        distances: Biases by distance, see `Scoring.distances`.
-
-    Returns:
-        ``[batch, queries, heads, head_dim]``.
+    Takes queries ``[batch, heads, queries, head_dim]`` and what the cache layer's ``update`` returned; returns
+    ``[batch, queries, heads, head_dim]``.
     """
     lengths = lengths_of_pass()
     binding = window if lengths is None else lengths.keep_if_binding(window)
@@ -258,17 +359,13 @@ def attend_encoded(
     scaling: float,
     project: Callable[[], tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Cross-attention for stand-ins: to an encoder's output, whose keys and values a layer's first pass stores.
+    """Cross-attention for overrides: to an encoder's output, whose keys and values a layer's first pass stores.
 
     Args:
-        module: The layer's attention, with its index as ``layer_idx``.
-        query: ``[batch, heads, queries, head_dim]``.
+        query: ``[batch, heads, queries, head_dim]``; the result is ``[batch, queries, heads, head_dim]``.
         cache: What the decoder was given, see `cache.layers.cross.CrossView`.
         mask: What the mask function returned.
         project: Makes keys and values, ``[inputs, kv_heads, tokens, head_dim]`` each; called in the first pass.
-
-    Returns:
-        ``[batch, queries, heads, head_dim]``.
     """
     stored, layer = cache.cross_attention_cache, module.layer_idx
     kv: Any = stored.layers[layer].keys
@@ -280,19 +377,16 @@ def attend_encoded(
 
 
 def outgrows(length: int) -> bool:
-    """Whether the longest row of the pass has more tokens, for stand-ins that compute something else then."""
+    """Whether the longest row of the pass has more tokens, for overrides that compute something else then."""
     lengths = lengths_of_pass()
     return lengths is not None and lengths.keep_if_binding(length) is not None
 
 
 def kept_for_capture(key: Hashable, make: Callable[[int], Tensor]) -> Tensor:
-    """A table that a captured graph reads, and that is kept as long as the graph.
+    """A table that a captured graph reads, by its key; made in the capture's first pass and kept as long as the graph.
 
-    It may be too short for the longest row, see `outgrows`: a capture serves no rows that outgrow its tables.
-
-    Args:
-        key: Tells it from other tables of the capture.
-        make: Makes it, given the tokens of the longest row; called in the capture's first pass, which is not captured.
+    `make` is given the tokens of the longest row. The table may be too short for longer ones, see `outgrows`: a
+    capture serves none that outgrow its tables.
     """
     lengths = lengths_of_pass()
     assert lengths is not None

@@ -3,7 +3,7 @@
 Most attention classes hand what ``update`` returned to an attention function (`attention.interface`). Some compute
 with it themselves. Such an architecture registers methods that stand in for its own in passes over a shared-context
 cache, and what else differs. A missing flag alone (``_supports_attention_backend``) is an entry without methods.
-Likewise what keeps passes from being captured, or tokens from being packed, may have a stand-in, and code that keeps
+Likewise what keeps passes from being captured, or tokens from being packed, may have an override, and code that keeps
 states elsewhere than in the cache (`OwnStates`).
 """
 
@@ -23,7 +23,7 @@ _HOME: Final = "transformers.models."
 class OwnStates:
     """States that an architecture keeps outside of transformers' caches.
 
-    Stand-ins take them from a layer of the cache (`kept_states` of `cache.layers.state.LayerOfOwnStates`), run the
+    Overrides take them from a layer of the cache (`kept_states` of `cache.layers.state.LayerOfOwnStates`), run the
     architecture's own code on them, and give back those after the pass (`keep_states`).
 
     Attributes:
@@ -39,29 +39,29 @@ class OwnStates:
 
 @dataclass(frozen=True)
 class OwnCode:
-    """What an architecture needs beyond the attention interface.
+    """Overrides and properties that an architecture needs beyond the attention interface.
 
     Attributes:
         stand_ins: Class name -> method name -> method.
         in_captures: The same of methods that run in captured passes alone; the architecture's own run in eager ones.
         reads_masks: Whether its code reads masks where nothing is hidden, or asks that they are made for what it adds
-            to them, which stand-ins add instead; stand-ins pass windows to `interface.attend_shared`.
+            to them, which overrides add instead; overrides pass windows to `interface.attend_shared`.
         takes_no_positions: Whether keys are biased by their distance, and ``forward`` takes no positions.
-        ignores_positions: By config, whether ``forward`` takes positions that nothing reads but its stand-ins.
+        ignores_positions: By config, whether ``forward`` takes positions that nothing reads but its overrides.
         counts_padding: Whether its code counts positions by the slots of the cache, those of padding included, and
-            ``forward`` names none; it hands them on, or stand-ins read those of the pass.
+            ``forward`` names none; it hands them on, or overrides read those of the pass.
         places_tokens: Whether its code derives positions from the ids of a whole prompt; passes are given none, and
             prompts run by rows.
         hands_generate_on: By the named arguments of a call, whether the class's own ``generate`` hands it to
             transformers', with all further arguments.
         scales_from: By config, the length from which attention scales with slots of the padded cache, if it does;
-            stand-ins scale with positions, so that longer rows with padding run stock.
+            overrides scale with positions, so that longer rows with padding run stock.
         compares_name: Whether its attention code compares the attention implementation that its config names, which
             passes of another thread switch.
         counts_hidden: Whether distances count tokens that the attention mask hides inside a prompt.
         adds_biases: Whether scores are biased by distance, as `Scoring.distances` says.
-        most_tokens: By config, the longest row whose biases stand-ins compute as the code does, if there is one.
-        widths: By config and the numbers of a head's key and value, those that stand-ins store.
+        most_tokens: By config, the longest row whose biases overrides compute as the code does, if there is one.
+        widths: By config and the widths of a head's key and value, those that overrides store.
         repeats_heads: By config, whether it caches a KV head once for each of its query heads.
         image_mask: Where layers of its own attend to images, and hold their keys and values in their places of the
             cache, the argument that says which images a token sees.

@@ -40,26 +40,16 @@ def unwritten_partial(query: Tensor, value_dim: int) -> Partial:
 
 
 def merge(first: Partial, *rest: Partial) -> Partial:
-    """Merge partials over disjoint key sets into the partial over their union.
+    """Merge partials over disjoint key sets, of broadcastable shapes and one dtype, into the partial over their union.
 
     ``lse = logaddexp(lse_a, lse_b)`` and ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``, where an
-    empty part (``lse = -inf``) has weight 0, and the union of empty sets stays empty.
-
-    Args:
-        first: A partial; all arguments have broadcastable shapes and one dtype.
-        rest: Any number of further partials.
-
-    Returns:
-        The merged partial (`first` itself when it stands alone).
+    empty part (``lse = -inf``) has weight 0, and the union of empty sets stays empty. One alone is returned as it is.
     """
     merged = first
     for part in rest:
-        merged = _merge_two(merged, part)
+        # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty,
+        # -inf - (-inf) would be nan; the clamp makes it -inf, and changes no other weight.
+        lse = merged.lse
+        weight = torch.sigmoid(part.lse - lse.clamp_min(torch.finfo(lse.dtype).min))
+        merged = Partial(torch.lerp(merged.out, part.out, weight.unsqueeze(-1)), torch.logaddexp(lse, part.lse))
     return merged
-
-
-def _merge_two(a: Partial, b: Partial) -> Partial:
-    # exp(lse_b - lse) is sigmoid(lse_b - lse_a), and the weights add up to 1. Where both sets are empty, -inf - (-inf)
-    # would be nan; the clamp makes it -inf, and changes no other weight.
-    weight_b = torch.sigmoid(b.lse - a.lse.clamp_min(torch.finfo(a.lse.dtype).min))
-    return Partial(torch.lerp(a.out, b.out, weight_b.unsqueeze(-1)), torch.logaddexp(a.lse, b.lse))

@@ -1,6 +1,6 @@
 """Bytes of keys and values, stored and read per decode step, with and without sharing.
 
-Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` numbers, ``b`` rows, ``m_c`` tokens of shared
+Bifurcated attention, section 4.3. Its symbols: ``g`` KV heads of ``k`` elements, ``b`` rows, ``m_c`` tokens of shared
 context, ``m_d`` tokens that each row has added.
 """
 
@@ -51,14 +51,8 @@ def within(length: int, window: int | None) -> int:
 def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
     """Elements of K that one layer reads in one decode step, and as many of V.
 
-    Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``.
-
-    Args:
-        kv_heads: ``g``.
-        head_dim: ``k``.
-        rows: ``b``.
-        context: ``m_c``, in tokens.
-        decoded: ``m_d``, in tokens.
+    Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``, for `kv_heads` ``g``,
+    `head_dim` ``k``, `rows` ``b``, and tokens `context` ``m_c`` and `decoded` ``m_d``.
     """
     return StockShared(
         stock=kv_heads * head_dim * rows * (context + decoded),
@@ -78,11 +72,7 @@ class KVSizes:
 
     @classmethod
     def from_config(cls, config: Any) -> KVSizes:
-        """Read them from a transformers config, without building the model.
-
-        Raises:
-            ValueError: The model is not decoder-only, or stores other than keys and values.
-        """
+        """Read them from a config, without building the model; raises ValueError for an encoder-decoder."""
         if config.is_encoder_decoder:
             raise ValueError(
                 f"{config.model_type} is an encoder-decoder; only the KV of decoder-only models is counted"
@@ -155,16 +145,10 @@ class KVSizes:
         return element_bytes * sum(store.numbers for store in self.stores)
 
     def kv_bytes(self, rows: int, context: int, decoded: int, element_bytes: int) -> StockShared:
-        """Bytes of all keys and values stored at a decode step.
+        """Bytes of all keys and values stored at a decode step, equations 5 and 6 for K and V, summed over layers.
 
-        Equations 5 and 6, for K and V, summed over layers. In a local layer a stock cache keeps only the window; the
-        shared cache keeps all tokens.
-
-        Args:
-            rows: Samples per context, ``b``.
-            context: Shared tokens, ``m_c``.
-            decoded: Tokens appended by each row, ``m_d``.
-            element_bytes: Bytes per element.
+        In a local layer a stock cache keeps only the window; the shared cache keeps all tokens. Arguments are as for
+        `memory_io`.
         """
         stock = sum(store.numbers * rows * within(context + decoded, store.window) for store in self.stores)
         shared = sum(store.numbers for store in self.stores) * (context + rows * decoded)

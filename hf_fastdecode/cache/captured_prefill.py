@@ -1,4 +1,4 @@
-"""View of a shared-context cache for a captured prefill pass, which computes keys and values into fixed buffers.
+"""Captured prefill passes: their buffers, attention and inputs, and which passes may be captured.
 
 A pass covers a row of fixed length that ends in padding. Keys and values of all layers of one shape go to one buffer:
 after a replay a single copy of its real tokens becomes the storage of a segment in every layer.
@@ -13,20 +13,17 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache
 
 from ..attention.forest import Forest, Node, Span, joined
 from ..attention.kv import Scoring, Segment, SuffixLengths
 from ..attention.launch.kernel_call import padded_intervals, padded_kernel_attention, takes_windows
-from ..attention.launch.plan import NO_OWN_NODES, HeadShape
+from ..attention.launch.plan import NO_OWN_NODES
 from ..attention.launch.step_tables import Alike, TablesByShape
 from ..attention.partial import Partial
-from ..attention.placeholders import SharedKV
 from ..attention.torch_operators.decode_ops import attend_alike
 from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported
-from .captured import CapturedInputs, LayerOfACapture
-from .layers.attention import SharedContextLayer
+from .captured import CapturedCache, CapturedInputs
 from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
 from .layout import ModelLayout
 from .shared import SharedContextCache
@@ -46,12 +43,7 @@ class ContextTables:
     """
 
     def __init__(self, tokens: int, cache: SharedContextCache, forest: Forest, device: torch.device):
-        stores = {layer.index: layer.store for layer in cache.attention_layers}
-        shapes = {
-            index: HeadShape(store.kv_heads, store.group_size, store.head_dim, windowed=False)
-            for index, store in stores.items()
-        }
-        alike = {index: Alike(shape, NO_OWN_NODES) for index, shape in shapes.items()}
+        alike = {layer.index: Alike(layer.store.head_shape(0), NO_OWN_NODES) for layer in cache.attention_layers}
         # Launch parameters are chosen for these contexts, and sizes for deeper ones.
         self.by_shape = TablesByShape(tokens, alike, _deepened(forest), device)
         self.follow(cache, forest)
@@ -111,7 +103,7 @@ def takes_captured_passes(
         return False
     for layer in cache.attention_layers:
         held = layer.storage.node_example
-        if type(layer.storage) is not TokenStorage and (contexts or not layer.storage.holds_latents):
+        if not layer.storage.takes_padded or (contexts and not layer.storage.kernels_read_contexts):
             return False
         if held is None:
             continue
@@ -122,8 +114,12 @@ def takes_captured_passes(
     return True
 
 
-class _PrefillPass:
-    """The pass of a capture: its buffers, its attention, and what its layers share.
+class PaddedPass:
+    """Buffers and attention of a captured prefill pass over a row of fixed length that ends in padding.
+
+    Args:
+        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
+        tables: Tables of the tokens' contexts, if any has one.
 
     Attributes:
         likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
@@ -133,7 +129,9 @@ class _PrefillPass:
         by: By layer, whose operators computed its attention.
     """
 
-    def __init__(self, runs: Tensor | None, tables: ContextTables | None):
+    operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
+
+    def __init__(self, runs: Tensor | None = None, tables: ContextTables | None = None):
         self.runs, self.tables = runs, tables
         self.likes: dict[tuple[int, int], Tensor] = {}
         self.places: dict[tuple[int, int], tuple[int, int]] = {}
@@ -144,6 +142,7 @@ class _PrefillPass:
         self._intervals: dict[int | None, Tensor] = {}
 
     def begin(self) -> None:
+        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
         self._bias, self._intervals = None, {}
         alike = dict[tuple[torch.Size, torch.dtype], list[tuple[int, int]]]()
         for part, like in self.likes.items():
@@ -156,92 +155,55 @@ class _PrefillPass:
         ]
 
     def take(self) -> list[Tensor]:
+        """The buffers of the pass, none of which is kept here."""
         buffers, self._buffers, self._bias, self._intervals = self._buffers, [], None, {}
         return buffers
 
-    def write(self, layer: int, parts: Segment) -> None:
-        """Write a layer's parts, ``[heads, tokens, width]`` each; in the first pass, note what they are like."""
+    def write(self, layer: int, parts: Segment) -> Segment:
+        """Write a layer's tokens ``[rows, heads, tokens, width]`` row by row; returns them as it attends to them.
+
+        In the first pass, note what they are like.
+        """
         for number, part in enumerate(parts):
+            tokens = part.transpose(0, 1).flatten(1, 2)
             if (place := self.places.get((layer, number))) is not None:
-                self._buffers[place[0]][place[1]].copy_(part)
+                self._buffers[place[0]][place[1]].copy_(tokens)
             else:
                 self.device = part.device
-                self.likes[layer, number] = torch.empty_like(part, device="meta")
+                self.likes[layer, number] = torch.empty_like(tokens, device="meta")
+        return self._attended(parts)
 
-    def places_of(self, layer: int) -> list[tuple[int, int]]:
-        return [self.places[layer, number] for number in range(2)]
+    def _attended(self, parts: Segment) -> Segment:
+        return Segment._make(part[0] for part in parts)
 
-    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
-        """Attention of the row's tokens to their runs, and to their contexts; arguments as for `SharedKV.attend`."""
-        keys, values = layer.storage.keys_and_values(Segment._make(part[0] for part in parts))
-        index, context = layer.index, None
+    def attend(self, layer: int, tokens: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attention to the tokens' runs, and to their contexts; arguments as for `SharedKV.attend`."""
+        self.scorings[layer], context = scoring, None
         outgrown = None if scoring.window is None else f"rows outgrow the layer's window of {scoring.window} tokens"
-        if outgrown and self.tables is not None:
-            raise Unsupported(outgrown)
         if self.tables is not None:
-            tables = self.tables.by_shape.of(index)
+            if outgrown:
+                raise Unsupported(outgrown)
             rows = query.transpose(0, 2)  # [tokens, heads, 1, head_dim]
-            part = tables.attend_nodes(index, rows, scoring.scale, kv_heads=keys.shape[0], soft_cap=scoring.softcap)
+            options: dict[str, Any] = {"kv_heads": tokens.keys.shape[0], "soft_cap": scoring.softcap}
+            part = self.tables.by_shape.of(layer).attend_nodes(layer, rows, scoring.scale, **options)
             context = Partial(part.out[:, :, 0].transpose(0, 1), part.lse[:, :, 0].transpose(0, 1))
 
         def intervals() -> Tensor:
-            return self.intervals(query.shape[2], scoring.window, query.device)
+            window = scoring.window
+            if window not in self._intervals:  # made once for all layers of this window
+                self._intervals[window] = padded_intervals(query.shape[2], self.runs, window, query.device)
+            return self._intervals[window]
 
-        self.by[index] = "triton"
-        out = padded_kernel_attention(query[0], keys, values, scoring, intervals, context)
+        self.by[layer] = "triton"
+        out = padded_kernel_attention(query[0], *tokens, scoring, intervals, context)
         if out is None:
             if outgrown:
                 raise Unsupported(outgrown)
-            self.by[index] = "PyTorch"
-            bias = self.bias(query.dtype)
-            out = padded_causal_attention(query[0], keys, values, scoring, bias=bias, context=context)
+            self.by[layer] = "PyTorch"
+            if self.runs is not None and self._bias is None:  # made once for all layers
+                self._bias = separating_bias(self.runs, query.dtype)
+            out = padded_causal_attention(query[0], *tokens, scoring, bias=self._bias, context=context)
         return out.transpose(0, 1)[None]
-
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """What separates the runs, made once for all layers."""
-        if self.runs is not None and self._bias is None:
-            self._bias = separating_bias(self.runs, dtype)
-        return self._bias
-
-    def intervals(self, tokens: int, window: int | None, device: torch.device) -> Tensor:
-        """What the prefill kernel takes for a window, made once for all layers that have it."""
-        if window not in self._intervals:
-            self._intervals[window] = padded_intervals(tokens, self.runs, window, device)
-        return self._intervals[window]
-
-
-class CapturedPrefillCache(Cache):
-    """Replaces a `SharedContextCache` while a prefill pass is captured.
-
-    Args:
-        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
-        tables: Of the tokens' contexts, if any has one.
-    """
-
-    _kind: ClassVar[type[_PrefillPass]] = _PrefillPass
-    _operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
-
-    def __init__(self, cache: SharedContextCache, runs: Tensor | None, tables: ContextTables | None):
-        self.position_planes, self._pass = cache.position_planes, self._kind(runs, tables)
-        self.inputs: CapturedInputs | None = None  # of an encoder-decoder, see `CapturedRowsCache`
-        super().__init__(
-            layers=[
-                PrefillLayer(layer, self._pass) if isinstance(layer, SharedContextLayer) else layer
-                for layer in cache.layers
-            ]
-        )
-
-    def begin(self) -> None:
-        """Begin a pass: allocate its buffers, once the shapes are known from a first pass."""
-        self._pass.begin()
-
-    def take(self) -> list[Tensor]:
-        """The buffers of the pass, of which nothing is kept here."""
-        return self._pass.take()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return super().update(*args, **kwargs)
 
     def store(self, cache: SharedContextCache, buffers: Sequence[Tensor]) -> None:
         """Copy the keys and values of a pass over the cache's current items from the buffers into their spans."""
@@ -257,7 +219,8 @@ class CapturedPrefillCache(Cache):
                 parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]
         by_place = [part.unbind() for part in parts]
         for layer in layers:
-            made = Segment._make(by_place[buffer][place] for buffer, place in self._pass.places_of(layer.index))
+            places = (self.places[layer.index, part] for part in range(2))
+            made = Segment._make(by_place[buffer][place] for buffer, place in places)
             if not layer.is_initialized:
                 layer.lazy_initialization(*made)
             if whole:
@@ -267,34 +230,8 @@ class CapturedPrefillCache(Cache):
                 layer.storage.segment(span.segment, state.segment_lengths[span.segment], made)
             layer.storage.write_nodes(spans, made)
         for layer in layers:
-            layer.note(self._pass.scorings[layer.index])
-            layer.report("prefill", self._operators.format(self._pass.by[layer.index]))
-
-
-class PrefillLayer(LayerOfACapture):
-    """A layer of a captured pass, which writes its tokens, row by row, to the pass's buffers."""
-
-    def __init__(self, layer: SharedContextLayer, in_pass: _PrefillPass):
-        super().__init__()
-        self.index, self.storage, self.stored_window = layer.index, layer.storage.empty(), layer.store.window
-        self.in_pass, self.is_initialized = in_pass, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
-        parts = self.storage.parts_of(key_states, value_states, *args, **kwargs)
-        self.in_pass.write(self.index, Segment._make(part.transpose(0, 1).flatten(1, 2) for part in parts))
-        handle = _PrefillKV(self, parts)
-        return handle, handle
-
-
-class _PrefillKV(SharedKV):
-    def __init__(self, layer: PrefillLayer, parts: Segment):
-        self.layer, self.parts, self.stored_window = layer, parts, layer.stored_window
-        self.device = parts.keys.device
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        layer = self.layer
-        layer.in_pass.scorings[layer.index] = scoring
-        return layer.in_pass.attend(layer, self.parts, query, scoring)
+            layer.note(self.scorings[layer.index])
+            layer.report("prefill", self.operators.format(self.by[layer.index]))
 
 
 class Lease:
@@ -304,7 +241,7 @@ class Lease:
 def takes_captured_rows(cache: SharedContextCache, layout: ModelLayout) -> bool:
     """Whether the next pass stores keys and values alone, of inputs and prompts, and inputs hide no tokens."""
     inputs = cache.inputs
-    if type(inputs) is not EncodedInputs or not inputs.stores_next or layout.states or layout.own:
+    if type(inputs) is not EncodedInputs or not inputs.stores_next or cache.state_layers or layout.own:
         return False
     arguments = inputs.arguments
     if any(value is not None for name, value in arguments.items() if name != ENCODER_OUTPUTS):
@@ -313,54 +250,30 @@ def takes_captured_rows(cache: SharedContextCache, layout: ModelLayout) -> bool:
     return plain and list(arguments[ENCODER_OUTPUTS]) == ["last_hidden_state"]
 
 
-class _RowsPass(_PrefillPass):
-    """A captured pass by rows, of prompts without padding and contexts."""
-
-    def attend(self, layer: PrefillLayer, parts: Segment, query: Tensor, scoring: Scoring) -> Tensor:
-        if (scoring.softcap, scoring.window, scoring.sinks, scoring.distances) != (None, None, None, None):
-            raise Unsupported("attention of its prompts is more than causal")
-        self.by[layer.index] = "PyTorch"
-        grouped = query.shape[1] != parts.keys.shape[1]
-        out = F.scaled_dot_product_attention(query, *parts, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
-        return out.transpose(1, 2)
-
-
-class CapturedRowsCache(CapturedPrefillCache):
-    """Replaces a `SharedContextCache` while a first pass by rows is captured: a prompt of each encoder input.
+class PaddedRows(PaddedPass):
+    """A captured first pass by rows of prompts without padding and contexts, one of each encoder input.
 
     The prompts' few tokens are copied after a replay. The inputs' keys and values are large: a cache reads them where
     they are, without a second copy, and the pass is not replayed until all caches that do are gone (`Lease`).
-
-    Args:
-        rows: Prompts of the pass, each of an input of its own.
-        hidden: The encoder's output, ``[rows, tokens, numbers]``, of which the graph reads this tensor.
-        layout: The model's, which says how large the inputs' keys and values are.
     """
 
-    _kind = _RowsPass
-    _operators = "each input once, causal attention by {}, captured"
+    operators = "each input once, causal attention by {}, captured"
 
-    def __init__(self, cache: SharedContextCache, rows: int, hidden: Tensor, layout: ModelLayout):
-        super().__init__(cache, None, None)
-        assert cache.inputs is not None
-        self.inputs = self._inputs = _InputsOfAPass(self, cache.inputs, hidden, _buffers(layout, rows, hidden))
+    def _attended(self, parts: Segment) -> Segment:
+        return parts
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody reads the inputs' keys and values any more."""
-        return self._inputs.lease is None or self._inputs.lease() is None
-
-    def lend(self, cache: SharedContextCache) -> None:
-        """Let the cache's inputs, which the pass has stored, read their keys and values here."""
-        assert cache.inputs is not None
-        lease = Lease()
-        self._inputs.lease = ref(lease)
-        cache.inputs.store_captured(self._inputs.segments, lease)
+    def attend(self, layer: int, tokens: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        if (scoring.softcap, scoring.window, scoring.sinks, scoring.distances) != (None, None, None, None):
+            raise Unsupported("attention of its prompts is more than causal")
+        self.scorings[layer], self.by[layer] = scoring, "PyTorch"
+        grouped = query.shape[1] != tokens.keys.shape[1]
+        out = F.scaled_dot_product_attention(query, *tokens, is_causal=True, scale=scoring.scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
 
-def _buffers(layout: ModelLayout, rows: int, hidden: Tensor) -> dict[int, Segment]:
-    """Room for the inputs' keys and values by layer, ``[kv_heads, rows * tokens, head_dim]`` each."""
-    count = rows * hidden.shape[1]
+def _buffers(layout: ModelLayout, hidden: Tensor) -> dict[int, Segment]:
+    """Memory for the inputs' keys and values by layer, ``[kv_heads, rows * tokens, head_dim]`` each."""
+    count = hidden.shape[0] * hidden.shape[1]
     return {
         layer: Segment(
             *(hidden.new_empty(store.kv_heads, count, width) for width in (store.head_dim, store.value_dim))
@@ -369,23 +282,33 @@ def _buffers(layout: ModelLayout, rows: int, hidden: Tensor) -> dict[int, Segmen
     }
 
 
-class _InputsOfAPass(CapturedInputs):
-    """Writes the keys and values of a pass's inputs to buffers.
+class InputsOfAPass(CapturedInputs):
+    """Writes the keys and values of a captured pass's inputs to buffers.
 
-    Attributes:
-        segments: The buffers, by layer.
-        lease: To the object that the latest reader's inputs hold; None before the first.
-        layers: Layers that need not project the encoder's output: none in this pass.
+    Args:
+        hidden: The encoder's output, ``[rows, tokens, width]``, of which the graph reads this tensor.
     """
 
     layers = ()
-    lease: ref[Lease] | None = None
 
-    def __init__(self, view: CapturedRowsCache, inputs: EncodedInputs, hidden: Tensor, segments: dict[int, Segment]):
+    def __init__(self, view: CapturedCache, inputs: EncodedInputs, hidden: Tensor, layout: ModelLayout):
         outputs = inputs.arguments[ENCODER_OUTPUTS]
         self.arguments = inputs.arguments | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=hidden)}
-        self.tokens, self.segments = hidden.shape[1], segments
+        self.tokens, self._segments = hidden.shape[1], _buffers(layout, hidden)
         self._cache = ref(view)  # which holds this object: a cycle would keep the buffers until it is collected
+        self._lease: ref[Lease] | None = None  # to the object that the latest reader holds
+
+    @property
+    def are_free(self) -> bool:
+        """Whether no cache reads the buffers."""
+        return self._lease is None or self._lease() is None
+
+    def lend(self, cache: SharedContextCache) -> None:
+        """Let the cache's inputs, which the pass has stored, read their keys and values here."""
+        assert cache.inputs is not None
+        lease = Lease()
+        self._lease = ref(lease)
+        cache.inputs.store_captured(self._segments, lease)
 
     @property
     def view(self) -> CrossView:
@@ -398,7 +321,7 @@ class _InputsOfAPass(CapturedInputs):
         """Write a layer's keys and values, ``[rows, kv_heads, tokens, head_dim]`` each."""
         if mask is not None:
             raise Unsupported("a mask over the encoder's output, which replays would bake in")
-        for buffer, part in zip(self.segments[layer], (keys, values), strict=True):
+        for buffer, part in zip(self._segments[layer], (keys, values), strict=True):
             by_rows = buffer.unflatten(1, (len(part), -1)).transpose(0, 1)
             if by_rows.shape != part.shape:
                 raise Unsupported(f"layer {layer} has keys of shape {list(part.shape)}, not {list(by_rows.shape)}")
@@ -407,5 +330,5 @@ class _InputsOfAPass(CapturedInputs):
     def _attend(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
         if scoring.softcap is not None:
             raise Unsupported("a soft cap in cross-attention")
-        keys, values = (buffer.unflatten(1, (len(query), -1)).transpose(0, 1) for buffer in self.segments[layer])
+        keys, values = (buffer.unflatten(1, (len(query), -1)).transpose(0, 1) for buffer in self._segments[layer])
         return attend_alike(query, keys, values, scoring.scale)

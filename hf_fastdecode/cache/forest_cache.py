@@ -1,24 +1,31 @@
-"""The nodes and rows of a shared-context cache: filling nodes, and shortening, selecting and restarting rows."""
+"""The nodes and rows of a cache: filling and merging nodes, and shortening, selecting and restarting rows.
+
+Every turn of a conversation appends nodes to each row's path; without merging, a step in turn ``t`` attends to
+``O(t)`` nodes. `consolidate` merges chains by the logarithmic method (Bentley and Saxe, "Decomposable searching
+problems I", 1980): every node stays more than twice as long as the next one, and over all turns a token is copied
+``O(log length)`` times.
+"""
 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..attention.forest import Forest, Path
+from ..attention.forest import Forest, Node, Path, Span, begin_of, end_of
 from ..attention.kv import Segment
 from .layers.attention import SharedContextLayer
-from .layers.cross import EncodedInputs, begin_of
-from .layers.of_model import CacheLayer
-from .layers.state import End, StateLayer, end_of
+from .layers.cross import EncodedInputs
+from .layers.state import StateLayer
+from .layout import CacheLayer
 from .state import Pass, PrefillItem, SharedState
-from .storage import TokenStorage
-from .suffixes import Suffixes
+from .storage import Suffixes, TokenStorage
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -70,10 +77,10 @@ class ForestCache(Cache):
         """The layers with a state per row, in order."""
         return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
-    def forget_states(self, end: End | None) -> None:
+    def forget_states(self, path: Path) -> None:
         """Drop the states at the end of a path, at which no prompt ends."""
-        for layer in self.state_layers:
-            if end is not None:
+        if (end := end_of(path)) is not None:
+            for layer in self.state_layers:
                 layer.ends.pop(end, None)
 
     @property
@@ -143,11 +150,8 @@ class ForestCache(Cache):
     def prefilling_suffixes(self, prompts: Sequence[Tensor]) -> Iterator[tuple[int, ...]]:
         """Context in which `prefilling` writes to suffixes: prompt tokens that no other row shares.
 
-        Args:
-            prompts: For each row its tokens after its nodes, ``[length]`` int64 on the CPU; all or none are prefilled.
-
-        Yields:
-            For each row the number of a segment, by which spans refer to the row's suffix, for this time only.
+        It takes for each row its tokens after its nodes, ``[length]`` int64 on the CPU, all or none of which are
+        prefilled, and yields the number of a segment by which spans refer to the row's suffix, for this time only.
         """
         numbers = tuple(range(len(self.segment_tokens), len(self.segment_tokens) + len(prompts)))
         state, suffixes = self.state, Suffixes.of(prompts)
@@ -174,7 +178,7 @@ class ForestCache(Cache):
         self.state.forest, self.state.suffixes, self.state.expanded = forest, Suffixes(), None
         self.state.padded_length = longest if length is None else length
         for layer in self.attention_layers:
-            layer.storage.drop_suffixes()
+            layer.storage.replace_suffixes(None)
         for states in self.state_layers:
             states.drop_rows()
 
@@ -290,12 +294,12 @@ class ForestCache(Cache):
         if len(rows) != before or any(paths[row] != path for row, path in zip(rows, paths, strict=True)):
             self.state.forest = self.forest.select_rows(rows)
         chosen = torch.tensor(rows, dtype=torch.long, device="cpu")
-        self.state.suffixes.select(chosen, before, self._storages, self.state.suffix_shard)
+        self.state.suffixes.select(chosen, before, self._storages, self.state.division.suffix_shard)
         for layer in self.state_layers:
             layer.select_rows(chosen)
 
     def restart_rows(self, paths: Mapping[int, Path]) -> None:
-        """Begin rows anew, each behind its path of nodes and with an empty suffix, in the places of the rows so far.
+        """Begin rows anew, each after its path of nodes and with an empty suffix, instead of the rows so far.
 
         Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`.
         From then on, ids of suffixes' tokens are not known.
@@ -340,3 +344,111 @@ class ForestCache(Cache):
     def _require_no_states(self) -> None:
         if self.state_layers:
             raise ValueError("tokens cannot be removed from a cache with states, which every token overwrites")
+
+
+def consolidate(cache: ForestCache, copying: AbstractContextManager[object] | None = None) -> None:
+    """Merge chains of nodes with the same rows, and free stored tokens that no row attends to.
+
+    A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not
+    merged into one of them, which would store them twice. Protected segments are never copied. Nothing is copied
+    without a gain, or where nodes are divided between processes.
+
+    Args:
+        cache: A cache whose forest is set, with empty suffixes; unchanged if memory for copies runs out.
+        copying: Context in which copies are allocated, before the cache changes.
+    """
+    if cache.state.division.is_divided:  # other places would be on other processes
+        return
+    used = _UsedTokens(cache.forest)
+    moved = [span for merge in _merges(cache, used) for span in merge]
+    moved += _sparse(cache, used, set(moved))
+    numbers = {old: new for new, old in enumerate(sorted({run.segment for run in set(used.runs) - set(moved)}))}
+    if not moved and len(numbers) == len(cache.segment_tokens):
+        return
+    places: dict[Span, Span] = {}
+    length = 0
+    for run in moved:
+        places[run] = Span(len(numbers), length, run.length)
+        length += run.length
+
+    def place(span: Span) -> Span:
+        run = used.run_of(span)
+        if run not in places:
+            return Span(numbers[span.segment], span.start, span.length)
+        return places[run][span.start - run.start : span.stop - run.start]
+
+    forest = Forest.from_paths([tuple(map(place, path)) for path in cache.forest.paths])
+    tokens = [cache.segment_tokens[old] for old in numbers]
+    storage = [{new: layer.storage.segments[old] for old, new in numbers.items()} for layer in cache.attention_layers]
+    if moved:
+        tokens.append(cache.path_tokens(tuple(moved)))
+        with copying or nullcontext():
+            for segments, layer in zip(storage, cache.attention_layers, strict=True):
+                segments[len(numbers)] = layer.storage.copied(moved)
+    cache.replace_storage(forest, tokens, storage, protected=sum(old < cache.protected_segments for old in numbers))
+
+
+class _UsedTokens:
+    """The stored tokens that nodes use: disjoint `runs` in storage order, with the number of `nodes` in each."""
+
+    def __init__(self, forest: Forest):
+        self.runs: list[Span] = []
+        for span in sorted({node.span for node in forest.nodes}, key=_start):
+            last = self.runs[-1] if self.runs else None
+            if last is not None and last.segment == span.segment and span.start < last.stop:
+                self.runs[-1] = Span(last.segment, last.start, max(last.stop, span.stop) - last.start)
+            else:
+                self.runs.append(span)
+        self._starts = [_start(run) for run in self.runs]
+        self.nodes = Counter(self.run_of(node.span) for node in forest.nodes)
+
+    def run_of(self, span: Span) -> Span:
+        """The run that contains a node's span."""
+        return self.runs[bisect_right(self._starts, _start(span)) - 1]
+
+
+def _start(span: Span) -> tuple[int, int]:
+    return span.segment, span.start
+
+
+def _merges(cache: ForestCache, used: _UsedTokens) -> Iterator[list[Span]]:
+    """Groups of consecutive spans on a path to merge into one node."""
+    for chain in _chains(cache.forest):
+        groups: list[list[Span]] = []
+        for node in chain:
+            if node.span.segment < cache.protected_segments or used.nodes[used.run_of(node.span)] > 1:
+                yield from (group for group in groups if len(group) > 1)
+                groups = []
+                continue
+            groups.append([node.span])
+            while len(groups) > 1 and _length(groups[-2]) <= 2 * _length(groups[-1]):
+                groups[-2:] = [groups[-2] + groups[-1]]
+        yield from (group for group in groups if len(group) > 1)
+
+
+def _length(spans: list[Span]) -> int:
+    return sum(span.length for span in spans)
+
+
+def _chains(forest: Forest) -> list[list[Node]]:
+    """The forest's maximal single-child chains; all nodes of a chain have the same rows."""
+    chains: list[list[Node]] = []
+    ends: dict[tuple[int, int], list[Node]] = {}
+    for level in forest.levels:
+        above, ends = ends, {}
+        for node in level:
+            rows = node.row_start, node.row_count
+            if rows not in above:
+                chains.append([])
+            ends[rows] = above.get(rows, chains[-1])
+            ends[rows].append(node)
+    return chains
+
+
+def _sparse(cache: ForestCache, used: _UsedTokens, merged: set[Span]) -> list[Span]:
+    """Used spans of segments that are less than half used."""
+    left = [run for run in used.runs if run not in merged and run.segment >= cache.protected_segments]
+    tokens = Counter[int]()
+    for run in left:
+        tokens[run.segment] += run.length
+    return [run for run in left if 2 * tokens[run.segment] < cache.state.segment_lengths[run.segment]]

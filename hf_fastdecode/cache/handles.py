@@ -1,33 +1,38 @@
-"""Handles that cache layers return from ``update`` in place of key and value tensors."""
+"""Handles that cache layers return from ``update`` in place of key and value tensors, for steps and for prefill.
+
+They attend as the pass in progress says (`state.Pass`), which an eager pass finds as it goes and a captured one knows
+before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
-from ..attention.kv import ForestKV, Scoring, Segment
+from ..attention.kv import ExpandedKV, ForestKV, Scoring, Segment, SharedKV, SuffixLengths
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.kernel_call import kernel_attention
-from ..attention.launch.plan import HeadShape, choose_own_nodes
-from ..attention.launch.step_tables import StepTables
-from ..attention.partial import Partial, unwritten_partial
-from ..attention.placeholders import SharedKV
+from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
+from ..attention.launch.step_tables import RestTables, StepTables
+from ..attention.partial import Partial, merge, unwritten_partial
 from ..attention.torch_operators import decode_ops
-from ..attention.torch_operators.decode_ops import biased_causal_attention, biased_forest_attention, nodes_attention
+from ..attention.torch_operators.decode_ops import biased_causal_attention, nodes_attention
 from ..attention.torch_operators.operators import cannot_run
 from ..attention.torch_operators.prefill_ops import causal_attention
 from ..errors import Unsupported
 from ..kernels.forest_decode.limits import refusal
-from ..parallel.sequence import window_is_not_divided
-from ..parallel.shards import WHOLE, GatheredContexts, InPass
-from .layers.expanded import EagerExpandedKV
-from .state import MadeTables, Pass, SharedState
+from .layers.latent import ExpandedLayer, Widths, as_wide
+from .state import Pass, SharedState
 from .storage import TokenStorage
-from .stores import Store
+from .stores import Kind, Store
+
+_CHOOSES_ON = frozenset({"cuda"})
+"""Types of devices on which ``backend="auto"`` chooses between the kernels and PyTorch's operators."""
 
 
 class StoredLayer:
@@ -62,12 +67,12 @@ class StoredLayer:
 
     @property
     def segments(self) -> dict[int, Segment]:
-        """What is stored of the nodes, as the kernels read it."""
+        """Nodes as the kernels read them."""
         return {number: self.storage.read_by_kernels(parts) for number, parts in self.storage.segments.items()}
 
     @property
     def suffix(self) -> Segment | None:
-        """What is stored of the suffixes, by storage row; None where they are stored in a layout of their own."""
+        """Suffixes by storage row; None where they are stored in a layout of their own."""
         if self.storage.captured_in_place:
             return None
         assert self.storage.suffix is not None  # allocated in update() or reserve()
@@ -79,12 +84,10 @@ class StoredLayer:
         return self.storage.version
 
     @property
-    def expanded(self) -> EagerExpandedKV | None:
-        """Nodes with latents that steps read as keys and values; None if there are none."""
-        expanded, forest = self.state.expanded, self.state.expanded_forest
-        if expanded is None or forest is None:
-            return None
-        return EagerExpandedKV(self.state, self.index, forest, expanded.layers[self.index])
+    def stock_bytes_per_token(self) -> int:
+        """Bytes of a token in transformers' cache; 0 while the layer holds none."""
+        stored, store = self.storage.suffix_bytes_per_token, self.store
+        return stored * store.stock_numbers // store.numbers if store.stock_numbers else stored
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
@@ -96,8 +99,7 @@ class StoredLayer:
 
     def of_all_processes(self, part: Partial) -> Partial:
         """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
-        parallel = self.state.parallel
-        return part if parallel is None else parallel.merge(part)
+        return self.state.division.merge(part)
 
     def note(self, scoring: Scoring) -> None:
         """Remember the score options of the current pass."""
@@ -106,12 +108,80 @@ class StoredLayer:
     def report(self, phase: str, did: str, why: str = "") -> None:
         """Record the operators that computed a phase, and why they were chosen."""
         read = ""
-        if phase == "decode" and self.storage.holds_latents:
+        if phase == "decode" and self.store.kind is Kind.LATENT:
             read = ", as latents"
             if (expanded := self.expanded) is not None:
                 size = f"{expanded.nodes.nbytes / 1e6:.3g} MB"
                 read += f"; {len(expanded.forest.nodes)} node(s) as keys and values made once ({size})"
         self.ran[phase] = did + read + self.report_note + why
+
+    @property
+    def expanded(self) -> EagerNodes | None:
+        """Nodes with latents that eager steps read as keys and values; None if there are none."""
+        expanded, forest = self.state.expanded, self.state.expanded_forest
+        if expanded is None or forest is None:
+            return None
+        return EagerNodes(self.state, forest, expanded.layers[self.index])
+
+
+@dataclass(frozen=True)
+class EagerNodes:
+    """The expanded nodes of a layer in an eager step, of which there is at least one."""
+
+    state: SharedState
+    forest: Forest
+    nodes: ExpandedLayer
+
+    def tables(self, index: int, query: Tensor) -> StepTables | None:
+        """Tables by which kernels find them; None where PyTorch's operators compute."""
+        state, forest, nodes, device = self.state, self.forest, self.nodes, query.device
+        if state.backend != "triton" and not (state.backend == "auto" and device.type in _CHOOSES_ON):
+            return None
+        stored = [part for segment in nodes.segments.values() for part in segment]
+        taken = nodes.widths.as_kernels_take(query)
+        keys = taken[..., : nodes.widths.stored]
+        if refusal(taken, keys, keys, stored) is not None:
+            return None
+
+        def make() -> StepTables:
+            return RestTables(nodes.shape.rest, forest.rows, [index], forest, device, NO_OWN_NODES)
+
+        tables = state.tables_for(device, nodes.shape, forest, make, dominate=False)
+        tables.follow(forest, SuffixLengths(), {index: nodes})
+        return tables
+
+
+@dataclass(frozen=True)
+class ExpandedOfStep(ExpandedKV):
+    """The expanded nodes of a layer in a step.
+
+    Attributes:
+        tables: Those of a captured step, which finds the nodes by them; None in an eager one.
+        eager: The nodes of an eager step; None in a captured one.
+    """
+
+    index: int
+    widths: Widths
+    tables: StepTables | None = None
+    eager: EagerNodes | None = None
+
+    def attend(self, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
+        if (eager := self.eager) is None:
+            assert self.tables is not None
+            return self._by_kernels(self.tables, query, scoring, own)
+        if (tables := eager.tables(self.index, query)) is not None:
+            with suppress(Unsupported):  # a kernel failed
+                return self._by_kernels(tables, query, scoring, own)
+        options: dict[str, Any] = {"softcap": scoring.softcap, "backend": eager.state.torch_backend}
+        part = nodes_attention(query, eager.forest, eager.nodes.whole, scoring.scale, **options)
+        return merge(Partial(own.out.to(part.out.dtype), own.lse), part).out.to(query.dtype)
+
+    def _by_kernels(self, tables: StepTables, query: Tensor, scoring: Scoring, own: Partial) -> Tensor:
+        widths = self.widths
+        other = Partial(as_wide(own.out, widths.stored).contiguous(), own.lse)
+        taken = widths.as_kernels_take(query)
+        out, _ = tables.attend_nodes(self.index, taken, scoring.scale, soft_cap=scoring.softcap, other=other)
+        return out[..., : widths.value]
 
 
 class DecodeKV(SharedKV):
@@ -120,8 +190,15 @@ class DecodeKV(SharedKV):
     def __init__(self, layer: StoredLayer, parts: Segment, step: Pass):
         self.layer, self.parts, self.step = layer, parts, step
         self.stored_window, self.device = layer.store.window, parts.keys.device
-        if layer.storage.holds_latents:
-            self.reads_latents, self.expanded = True, layer.expanded
+        backend = layer.state.backend
+        chooses = backend == "auto" and self.device.type in _CHOOSES_ON
+        self._may_run_kernels = chooses or backend == "triton" or step.tables is not None
+        if layer.store.kind is Kind.LATENT:
+            self.reads_latents = True
+            if step.expanded is not None:
+                self.expanded = step.expanded.get(layer.index)
+            elif (nodes := layer.expanded) is not None:
+                self.expanded = ExpandedOfStep(layer.index, nodes.nodes.widths, eager=nodes)
 
     @cached_property
     def keys(self) -> Tensor:
@@ -135,26 +212,18 @@ class DecodeKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         layer = self.layer
-        if layer.ran_for is None or layer.window != scoring.window:
+        if self.step.tables is None and (layer.ran_for is None or layer.window != scoring.window):
             layer.note(scoring)
-        if layer.state.parallel is not None and scoring.window is not None:
-            raise window_is_not_divided(scoring.window)
-        while self._by_kernels(query, scoring):
-            try:
-                return self._run_kernels(query, scoring).transpose(1, 2)
-            except Unsupported:  # a kernel failed, and is no longer a candidate
-                continue
+        if self._may_run_kernels and (out := self._run_kernels(query, scoring)) is not None:
+            return out.transpose(1, 2)
         return self._run_pytorch(query, scoring).out.to(query.dtype).transpose(1, 2)
 
     def attend_as_stored(self, query: Tensor, scoring: Scoring) -> Partial:
         self.layer.note(scoring)
-        while self._by_kernels(query, scoring):
+        if self._may_run_kernels:
             into = unwritten_partial(query, self.keys.shape[-1])
-            try:
-                self._run_kernels(query, scoring, into)
-            except Unsupported:
-                continue
-            return into
+            if self._run_kernels(query, scoring, into) is not None:
+                return into
         out, lse = self._run_pytorch(query, scoring)
         return Partial(out.to(query.dtype), lse)
 
@@ -163,52 +232,60 @@ class DecodeKV(SharedKV):
 
         Where processes divide them, those that this one stores.
         """
-        layer, step = self.layer, self.step
-        state, storage = layer.state, layer.storage
+        storage, step = self.layer.storage, self.step
         assert step.before is not None
         assert step.stored is not None
-        storage.append(self.parts, step.before, WHOLE if state.parallel is None else state.suffix_shard)
-        suffix = storage.suffix_for_steps(state.suffixes.origins)
-        return ForestKV(step.stored, storage.nodes_for_steps(), suffix, step.lengths, step.seen)
+        storage.append(self.parts, step.before, step.division.suffix_shard)
+        nodes, suffix = storage.for_steps(self.layer.state.suffixes.origins)
+        return ForestKV(step.stored, nodes, suffix, step.lengths, step.seen)
 
-    def _run_kernels(self, query: Tensor, scoring: Scoring, into: Partial | None = None) -> Tensor:
-        layer, suffixes = self.layer, self.layer.state.suffixes
-        tables, origins = self._tables(query, scoring), suffixes.origins
-        tables.follow(layer.step_forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
-        if self._is_new("triton"):
-            nodes, rows = len(layer.step_forest.nodes), layer.forest.rows
-            layer.report("decode", f"{nodes} node(s) and {rows} suffixes by triton", self._why(query, scoring))
-        table = None if origins is None else origins.table(query.device)
-        return tables.attend(layer.index, query, self.keys, self.values, scoring, table, into=into)
+    def _run_kernels(self, query: Tensor, scoring: Scoring, into: Partial | None = None) -> Tensor | None:
+        """Append and attend by kernels; None where PyTorch's operators are to do it, in an eager step alone."""
+        layer, step = self.layer, self.step
+        if step.tables is not None:
+            tables = step.tables.of(layer.index)
+            return tables.attend(layer.index, query, self.keys, self.values, scoring, step.origins, into=into)
+        step.division.check_window(scoring.window)
+        while self._by_kernels(query, scoring):
+            with suppress(Unsupported):  # a kernel failed, and is no longer a candidate
+                tables, origins = self._tables(query, scoring), layer.state.suffixes.origins
+                table = None if origins is None else origins.table(query.device)
+                return tables.attend(layer.index, query, self.keys, self.values, scoring, table, into=into)
+        return None
 
     def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
-        """The tables of layers like this one on the query's device, made anew when they no longer suit the batch."""
-        state, forest, device = self.layer.state, self.layer.step_forest, query.device
+        """Tables that describe the step, for layers like this one on the query's device."""
+        layer, state, forest, device = self.layer, self.layer.state, self.layer.step_forest, query.device
         shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
-        known = state.tables.get((device, shape))
-        same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
-        if known is not None and same and known.tables.fits(forest):
-            return known.tables
-        own_nodes = choose_own_nodes(forest.rows, shape, device, dominate=dominate)
-        tables = state.make_tables(forest.rows, [self.layer.index], forest, device, own_nodes)
-        state.tables[device, shape] = MadeTables(tables, dominate)
+
+        def make() -> StepTables:
+            own_nodes = choose_own_nodes(forest.rows, shape, device, dominate=dominate)
+            return state.division.tables(forest.rows, [layer.index], forest, device, own_nodes)
+
+        tables, suffixes = state.tables_for(device, shape, forest, make, dominate=dominate), state.suffixes
+        tables.follow(forest, suffixes.lengths, {layer.index: layer}, in_order=suffixes.in_order)
+        if self._is_new("triton"):
+            did = f"{len(forest.nodes)} node(s) and {layer.forest.rows} suffixes by triton"
+            layer.report("decode", did, self._why(query, scoring))
         return tables
 
     def _run_pytorch(self, query: Tensor, scoring: Scoring) -> Partial:
-        kv, state = self.append(), self.layer.state
-        backend = state.torch_backend
-        if self._is_new("pytorch"):
+        layer, division, backend = self.layer, self.step.division, self.step.torch_backend
+        if scoring.window is not None:
+            division.check_window(scoring.window)
+        kv = self.append()
+        known = layer.ran_for
+        if (known is None or known[0] is not self.step.forest or known[1] != "pytorch") and self._is_new("pytorch"):
             did = "products over each node and the suffixes"
             if scoring.distances is None:
                 did = decode_ops.describe(query, kv, softcap=scoring.softcap, backend=backend)
-            self.layer.report("decode", did, self._why(query, scoring))
-        sinks = scoring.sinks if state.parallel is None or state.suffix_shard.counts_sinks else None
-        scores: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
-        if scoring.distances is not None:
-            part = biased_forest_attention(query, kv, scoring.scale, scoring.distances)
-        else:
-            part = decode_ops.forest_attention(query, kv, scoring.scale, **scores, backend=backend)
-        return part if state.parallel is None else self.layer.of_all_processes(part)
+            layer.report("decode", did, self._why(query, scoring))
+        sinks = scoring.sinks
+        if sinks is not None and not division.suffix_shard.counts_sinks:
+            sinks = None
+        options: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window, "sinks": sinks}
+        options |= {"distances": scoring.distances}
+        return division.merge(decode_ops.forest_attention(query, kv, scoring.scale, **options, backend=backend))
 
     def _is_new(self, by: str) -> bool:
         """Whether the report on this layer is not yet about these operators over this forest."""
@@ -218,10 +295,8 @@ class DecodeKV(SharedKV):
         return known is None or known[0] is not forest or known[1] != by
 
     def _by_kernels(self, query: Tensor, scoring: Scoring) -> bool:
-        backend = self.layer.state.backend
-        if backend != "triton" and not self._chooses(query):
-            return False
-        reason = self._refusal(query, scoring)
+        """Whether an eager step runs the kernels, where it may; raises `BackendError` if forced ones cannot run."""
+        backend, reason = self.layer.state.backend, self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
         if reason is not None or backend == "triton" or self.reads_latents:  # PyTorch has no fused operator for them
@@ -232,12 +307,9 @@ class DecodeKV(SharedKV):
         stored = [part for segment in (self.layer.suffix or (), *self.layer.segments.values()) for part in segment]
         return refusal(query, self.keys, self.values, stored, scoring.sinks)
 
-    def _chooses(self, query: Tensor) -> bool:
-        return self.layer.state.backend == "auto" and query.device.type == "cuda"
-
     def _why(self, query: Tensor, scoring: Scoring) -> str:
         """Report text: why the kernels were ruled out, or else the cost model's prediction."""
-        if not self._chooses(query):
+        if self.layer.state.backend != "auto" or query.device.type not in _CHOOSES_ON:
             return ""
         if (reason := self._refusal(query, scoring)) is not None or self.reads_latents:
             return f"; {reason}" if reason else ""
@@ -265,58 +337,43 @@ class PrefillKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         self.layer.note(scoring)
-        state, current = self.layer.state, self.layer.state.current
+        current = self.layer.state.current
+        if current.padded is not None:
+            return current.padded.attend(self.layer.index, Segment(self.keys, self.values), query, scoring)
         positions = current.positions
         count, width = query.shape[0], query.shape[2]
         if positions is not None:
             query = packed(query, positions)
+        out = self._attend(query[0], scoring, current).transpose(0, 1)
+        if positions is None:
+            return out.unsqueeze(0)
+        spread = out.new_zeros(count * width, *out.shape[1:])  # padding attends to nothing
+        return spread.index_copy_(0, positions, out).unflatten(0, (count, width))
 
-        stored: Callable[[Any], Segment] = self._stored
-        if (parallel := state.parallel) is not None:
-            if scoring.window is not None:
-                raise window_is_not_divided(scoring.window)
-            gathered = self._gathered()
-
-            def stored(name: Any) -> Segment:
-                return self._in_pass(name) if isinstance(name, InPass) else gathered(name)
-
-        assert current.runs is not None  # inside `prefilling`
-        out, by = None, "triton"
-        # The kernel looks at all contexts first; those that are divided between processes are gathered once each.
-        if scoring.distances is not None:
-            runs = current.runs.runs
-            out = biased_causal_attention(
-                query[0], self.keys, self.values, scoring.scale, scoring.distances, runs=runs
-            )
-            by = "PyTorch"
-        elif state.torch_backend == "auto" and (parallel is None or len(current.contexts) <= 1):
-            out = kernel_attention(query[0], self.keys, self.values, scoring, current.runs, stored)
+    def _attend(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
+        """Attention of packed tokens ``[heads, tokens, head_dim]``, in the query's dtype."""
+        state, runs, by = self.layer.state, current.runs, "triton"
+        assert runs is not None  # inside `prefilling`
+        state.division.check_window(scoring.window)
+        contexts = state.division.reads(self._stored, self._gathered, self.whole, runs, current.contexts)
+        out = None
+        if scoring.distances is None and current.torch_backend == "auto" and contexts.in_any_order:
+            out = kernel_attention(query, self.keys, self.values, scoring, runs, contexts.read)
         if out is None:
-            by = "PyTorch"
-            out = causal_attention(
-                query[0],
-                self.keys,
-                self.values,
-                scoring.scale,
-                runs=current.runs,
-                stored=stored,
-                softcap=scoring.softcap,
-                window=scoring.window,
-                sinks=scoring.sinks,
-                backend=state.torch_backend,
-            )
-        if parallel is not None:
-            gathered.finish()
+            by, own = "PyTorch", (query, self.keys, self.values, scoring.scale)
+            if scoring.distances is not None:
+                out = biased_causal_attention(*own, scoring.distances, runs=runs.runs)
+            else:
+                options: dict[str, Any] = {"softcap": scoring.softcap, "window": scoring.window}
+                options |= {"sinks": scoring.sinks, "backend": current.torch_backend}
+                out = causal_attention(*own, runs=runs, stored=contexts.read, **options)
+        contexts.finish()
         whose = "each node once"
         if state.suffix_rows:
             nodes = self.layer.storage.segments
             whose = f"{whose}, then each row's own tokens" if nodes else "each row's own tokens"
         self.layer.report("prefill", f"{whose}, causal attention by {by}, merged with its context")
-        tokens = out.transpose(0, 1)
-        if positions is None:
-            return tokens.unsqueeze(0)
-        spread = tokens.new_zeros(count * width, *tokens.shape[1:])  # padding attends to nothing
-        return spread.index_copy_(0, positions, tokens).unflatten(0, (count, width))
+        return out
 
     def _stored(self, span: Span) -> Segment:
         """Keys and values of a context that this process stores."""
@@ -326,21 +383,11 @@ class PrefillKV(SharedKV):
             return storage.suffix_as_node(row, span, first, self.keys.dtype)
         return storage.keys_and_values(storage.segments[span.segment].view(span))
 
-    def _in_pass(self, name: InPass) -> Segment:
-        """Keys and values of tokens of the pass that other processes compute."""
-        return self.whole.view(Span(0, name.start, name.length))
-
-    def _gathered(self) -> GatheredContexts:
-        """Gathers contexts that are divided between processes."""
+    def _gathered(self, span: Span) -> Segment:
+        """Keys and values of a context that is divided between processes."""
         storage, state = self.layer.storage, self.layer.state
-        current = state.current
-        assert current.runs is not None
-        read_here = {name for run in current.runs.runs for name in run.context if isinstance(name, Span)}
-
-        def gather(span: Span) -> Segment:
-            return state.whole(storage.keys_and_values(storage.segments[span.segment]), span)
-
-        return GatheredContexts(current.contexts, read_here, gather)
+        stored = storage.keys_and_values(storage.segments[span.segment])
+        return state.division.whole(stored, span, state.segment_runs)
 
 
 def packed(part: Tensor, positions: Tensor) -> Tensor:

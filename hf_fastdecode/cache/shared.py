@@ -1,4 +1,5 @@
-"""The shared-context cache: a transformers `Cache` that stores each shared run of tokens once."""
+"""The shared-context cache, a transformers `Cache` that stores each shared run of tokens once, and checks of the
+arguments of a user's own forward pass over it."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
-from ..attention.active_passes import require_active
-from ..attention.forest import Forest, Path, Span
+from ..attention.active_passes import lengths_of_pass
+from ..attention.forest import Forest, Path, Span, end_of
+from ..attention.kv import NotATensorError
 from ..attention.torch_operators import BACKENDS, Backend
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
@@ -20,12 +22,11 @@ from .accounting import CacheBytes, within
 from .forest_cache import ForestCache
 from .layers.attention import REMEDY, SharedContextLayer, no_tensor
 from .layers.cross import EncodedInputs
-from .layers.of_model import layers_of
-from .layers.state import StateLayer, end_of
-from .layout import ModelLayout
+from .layers.state import StateLayer
+from .layout import ModelLayout, layers_of
 from .state import Pass, SharedState
+from .storage import Suffixes
 from .stores import Store
-from .suffixes import Suffixes
 
 
 class FirstPass(Protocol):
@@ -54,7 +55,7 @@ class FilledBy(Protocol):
     """Snapshot of the model that filled a cache."""
 
     def difference(self, model: nn.Module) -> str | None:
-        """What of a model is other than it was then; None if its keys and values would be the same."""
+        """The part of a model that has changed since; None if its keys and values would be the same."""
         ...
 
 
@@ -103,10 +104,10 @@ class SharedContextCache(ForestCache):
         if own := self.suffix_length:
             for layer, twin in zip(self.attention_layers, fork.attention_layers, strict=True):
                 twin.storage.segments[len(self.segment_tokens)] = layer.storage.suffixes_as_segment(
-                    own, self.state.suffixes.origins, self.forest.context_lengths, self.state.suffix_shard
+                    own, self.state.suffixes.origins, self.forest.context_lengths, self.state.division.suffix_shard
                 )
             segment = fork.add_segment(self.suffix_tokens().reshape(-1))
-            if self.state.parallel is not None:
+            if self.state.division.is_divided:
                 fork.state.segment_runs[segment] = own
             lengths = self.suffix_lengths.tolist()
             for states, other in zip(self.state_layers, fork.state_layers, strict=True):
@@ -122,7 +123,7 @@ class SharedContextCache(ForestCache):
     ) -> SharedContextCache:
         """Return a cache over another forest of the same segments, which are shared, with empty suffixes."""
         twin = SharedContextCache(max_suffix=max_suffix, backend=backend or self.state.backend)
-        twin.state.parallel = self.state.parallel
+        twin.state.division = self.state.division
         twin.segment_tokens = list(self.segment_tokens)
         twin.state.segment_lengths = list(self.state.segment_lengths)
         twin.state.segment_runs = dict(self.state.segment_runs)
@@ -185,7 +186,7 @@ class SharedContextCache(ForestCache):
 
     @property
     def stored_node_tokens(self) -> int:
-        """Of `node_tokens`, those that this process stores."""
+        """The part of `node_tokens` that this process stores."""
         return sum(map(self.state.stored_length, range(len(self.state.segment_lengths))))
 
     @property
@@ -200,15 +201,13 @@ class SharedContextCache(ForestCache):
         nodes += inputs
         per_token = sum(storage.suffix_bytes_per_token for storage in storages)
         allocated = sum(storage.suffix_bytes for storage in storages)
-        own = int(self.state.suffix_shard.counts(self.suffix_lengths).sum())
+        own = int(self.state.division.suffix_shard.counts(self.suffix_lengths).sum())
         return CacheBytes(
             stored=nodes + own * per_token,
             allocated=nodes + allocated,
             stock=self.rows * (states + inputs_per_row)
             + sum(
-                self.rows
-                * within(self.get_seq_length(), layer.window)
-                * layer.store.stock_bytes(layer.storage.suffix_bytes_per_token)
+                self.rows * within(self.get_seq_length(), layer.window) * layer.stock_bytes_per_token
                 for layer in self.attention_layers
             ),
         )
@@ -216,7 +215,7 @@ class SharedContextCache(ForestCache):
     def longest_row(self, queries: int) -> int:
         """Length of the longest row by the end of the call: after `queries` more tokens, or at the known bound.
 
-        Padding of a decoder's prompts counts behind an encoder, where positions count it.
+        Padding of a decoder's prompts counts after an encoder, where positions count it.
         """
         room = max(0, (self.state.max_suffix or 0) - self.suffix_length)
         if self.state.current.items:
@@ -233,10 +232,14 @@ class SharedContextCache(ForestCache):
             self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
 
     def has_room(self, tokens: int) -> bool:
-        """Whether suffixes have room for `tokens` tokens per row; the same on all processes that divide them."""
-        room = self.state.suffix_room(tokens)
-        suffixes = [layer.storage.suffix for layer in self.attention_layers]
-        return all((0 if suffix is None else suffix[0].shape[2]) >= room for suffix in suffixes)
+        """Whether suffixes have capacity for `tokens` tokens per row; the same on all processes that divide them."""
+        needed = self.state.division.room(tokens)
+        for layer in self.layers:
+            if isinstance(layer, SharedContextLayer):
+                suffix = layer.storage.suffix
+                if needed > (0 if suffix is None else suffix[0].shape[2]):
+                    return False
+        return True
 
     def reserve(self, tokens: int) -> bool:
         """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
@@ -284,7 +287,7 @@ class SharedContextCache(ForestCache):
                     f"after this pass the suffixes of the cache's layers differ in length, {shortest} to {longest} "
                     f"tokens: the pass left out some of the layers that filled the cache; {REMEDY}"
                 )
-            if suffixes.ids is ids and any(appended):  # a pass without ids, behind which no others are known
+            if suffixes.ids is ids and any(appended):  # a pass without ids, after which no others are known
                 suffixes.ids = ids.first(before.shortest)
             suffixes.lengths = before.plus(max(appended, default=0))
             state.padded_length += max(appended, default=0)
@@ -296,7 +299,7 @@ class SharedContextCache(ForestCache):
                 states.drop_rows()
             if forest is None:  # the next pass may have other rows, dtype or device
                 for layer in self.attention_layers:
-                    layer.storage.drop_suffixes()
+                    layer.storage.replace_suffixes(None)
                     layer.is_initialized = False
             raise
         finally:
@@ -348,8 +351,8 @@ class SharedContextCache(ForestCache):
             NotATensorError: The model is not enabled, or a submodule was called directly.
             Unsupported: By the model's layout the layer stores nothing.
         """
-        if self.state.current.tensors is None:
-            require_active()  # fail before appending tokens that attention could not read
+        if lengths_of_pass() is None and self.state.current.tensors is None:
+            raise NotATensorError("update", "keys and values")  # before it appends tokens that nothing could read
         if layer_idx not in range(len(self.layers)) or not isinstance(self.layers[layer_idx], SharedContextLayer):
             raise Unsupported(f"layer {layer_idx} stores keys and values, and its config says that it stores none")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -357,16 +360,16 @@ class SharedContextCache(ForestCache):
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """As `Cache.get_conv_state`, which layers with states call first, but only within a pass as `update` is.
 
-        Another pass would begin with no prompt's states, and leave its own behind for later ones.
+        Another pass would begin with no prompt's states, and leave its own to later ones.
         """
-        self._require_active("get_conv_state", "states")
+        self._require_active("get_conv_state")
         state: Tensor | None = super().get_conv_state(*args, **kwargs)
         return state
 
     def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
-        """The same of what layers call first in earlier transformers, which has no `get_conv_state`."""
+        """As `get_conv_state`, for earlier transformers, whose layers call this first."""
         if layer_idx is not None:
-            self._require_active("has_previous_state", "states")
+            self._require_active("has_previous_state")
         return bool(super().has_previous_state(layer_idx, *args, **kwargs))
 
     @property
@@ -389,10 +392,10 @@ class SharedContextCache(ForestCache):
                 "it is no longer enabled; call hf_fastdecode.enable(model)"
             )
 
-    def _require_active(self, *names: str) -> None:
+    def _require_active(self, what: str) -> None:
         """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""
-        if self.state.current.tensors is None:
-            require_active(*names)
+        if lengths_of_pass() is None and self.state.current.tensors is None:
+            raise NotATensorError(what, "states")
 
     def activate_past_recording(self) -> None:
         """No-op: no token is dropped before `crop`."""
@@ -449,7 +452,82 @@ def cache_bytes(cache: Any) -> int:
 
 
 def _parts(layer: Any) -> Iterator[Any]:
-    """What a layer of transformers' caches holds: None for what it has not computed."""
+    """The tensors of a layer of transformers' caches; None for one that it has not computed."""
     yield from (getattr(layer, name, None) for name in ("keys", "values"))
     for name in ("conv_states", "recurrent_states"):
         yield from getattr(layer, name, {}).values()
+
+
+def named_arguments(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a forward pass by name; raises TypeError if one is given twice, or too many are given."""
+    if len(args) > len(names):
+        raise TypeError(f"forward() takes {len(names)} positional arguments but {len(args)} were given")
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise TypeError(f"forward() got multiple values for argument {min(twice)!r}")
+    return given | kwargs
+
+
+def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
+    """Position ids of each row's next tokens: ``[rows, queries]`` int64, on the device that knows suffix lengths.
+
+    Raises ValueError after images whose tokens have positions in planes.
+    """
+    if not cache.state.counts_tokens:
+        raise ValueError(
+            "positions behind the images of this cache are not those of counted tokens; pass position_ids, or the "
+            "whole prompt with its images to generate"
+        )
+    lengths = cache.state.suffixes.lengths
+    own = torch.tensor(lengths.longest, device="cpu") if lengths.per_row is None else lengths.per_row
+    width = cache.state.padded_width
+    before = cache.forest.context_lengths if width is None else [width] * cache.rows
+    contexts = torch.tensor(before, dtype=torch.long, device="cpu").to(own.device)
+    return (contexts + own)[:, None] + torch.arange(queries, device=own.device)
+
+
+def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
+    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
+
+    Args:
+        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
+            four dimensions are left to the attention function, which rejects them.
+        queries: Tokens the pass appends to each row.
+
+    Raises:
+        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
+        return
+    if mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be [rows, tokens], got shape {list(mask.shape)}; omit it for no padding"
+        )
+    if not cache.rows:
+        raise ValueError(
+            "an empty SharedContextCache takes no padded prompts; make it with hf_fastdecode.prefill(model, ...)"
+        )
+    hidden = (mask == 0).cpu()
+    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
+    in_front = hidden.long().cumprod(1).sum(1)
+    if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
+        raise ValueError(
+            "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
+            "mask only left padding"
+        )
+
+
+def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
+    """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`.
+
+    It is for layers that rotate suffixes by their places in them.
+    """
+    rows, queries = position_ids.shape
+    if cache.rows not in (0, 1, rows) and rows != 1:
+        return  # whose number of rows the cache refuses
+    expected = next_positions(cache, queries) if cache.rows else torch.arange(queries, device="cpu")
+    if bool((position_ids != expected.to(position_ids.device)).any()):
+        raise ValueError(
+            "this model counts the positions of cached tokens, so position_ids must follow each row's tokens and "
+            "rise by 1, and these do not; omit them, or run the ordinary model"
+        )

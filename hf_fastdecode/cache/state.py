@@ -1,28 +1,192 @@
-"""What all layers of one cache share: the forest, suffixes, and the pass in progress."""
+"""The pass in progress over a cache, how processes divide the cache, and what its layers share besides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import Segment, SuffixLengths
+from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.plan import HeadShape, own_nodes_dominate
-from ..attention.launch.step_tables import StepTables
-from ..attention.runs import PackedRuns, Run
+from ..attention.launch.step_tables import StepTables, TablesByShape
+from ..attention.partial import Partial
 from ..attention.torch_operators import Backend, TorchBackend
+from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from ..parallel.ranks import splits_between
-from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel
-from ..parallel.shards import FEWEST_TOKENS, WHOLE, DividedPass, Shard
-from .layers.latent import ExpandedNodes
-from .suffixes import Suffixes
+from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel, window_is_not_divided
+from ..parallel.shards import FEWEST_TOKENS, WHOLE, DividedPass, GatheredContexts, InPass, Shard
+from .layers.latent import MOST_STEPS_EXPECTED, ExpandedNodes, LatentStorage, expanded_where_it_pays
+from .storage import Suffixes
+
+Contexts = Callable[[Any], Segment]
+"""Keys and values of a context of a prefill pass by its name."""
+
+
+class Undivided:
+    """A process that stores nodes and suffixes whole.
+
+    Attributes:
+        is_divided: Whether several processes divide them.
+        parallel: These processes; None for one alone.
+        suffix_shard: What this process stores of each suffix.
+        tables: Makes kernel tables for what is stored here; arguments as for `StepTables`.
+    """
+
+    is_divided: ClassVar[bool] = False
+    parallel: SequenceParallel | None = None
+    suffix_shard: Shard = WHOLE
+    tables: Callable[..., StepTables] = StepTables
+
+    def is_as(self, other: Undivided) -> bool:
+        """Whether the same processes divide another cache."""
+        return self.parallel is other.parallel
+
+    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
+        """The part of a segment that this process stores; `runs` as for `SequenceParallel.shard_of`."""
+        return WHOLE
+
+    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
+        """The part of a forest that this process stores; the same object for the same forest."""
+        return forest
+
+    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
+        """Tokens that this process stores of each suffix."""
+        return lengths
+
+    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
+        """Tokens stored here of suffixes that a step's queries see, see `ForestKV`."""
+        return None
+
+    def room(self, tokens: int) -> int:
+        """Capacity that a suffix of so many tokens needs, the same on all processes, so that storage moves alike."""
+        return tokens
+
+    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
+        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
+        return stored.view(span)
+
+    def merge(self, part: Partial) -> Partial:
+        """Attention to all keys, of the partial over those stored here; a collective if divided."""
+        return part
+
+    def check_window(self, window: int | None) -> None:
+        """Raise `Unsupported` for a window that hides tokens, where contexts are divided."""
+
+    def own_tokens(self, spans: Path) -> OwnTokens | None:
+        """Which tokens of a pass over these spans this process stores; None for all."""
+        return None
+
+    def read_at_once(self, context: Path) -> Path:
+        """A context in spans that fit in memory: where it is divided, each is gathered whole."""
+        return context
+
+    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
+        """The part of a pass over these runs that this process computes; None for all of it."""
+        return None
+
+    def reads(
+        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
+    ) -> ReadsContexts:
+        """Reads a layer's contexts in a prefill pass.
+
+        They are spans that this process stores, spans that are divided, which `gather` makes by a collective, and the
+        pass's own tokens, `whole`. `contexts` are those of all processes.
+        """
+        return ReadsContexts(stored)
+
+
+class ReadsContexts:
+    """Reads the contexts of one layer in a prefill pass.
+
+    Attributes:
+        read: Keys and values of a context by its name.
+        in_any_order: Whether contexts may be read several times.
+    """
+
+    def __init__(self, read: Contexts, *, in_any_order: bool = True):
+        self.read, self.in_any_order = read, in_any_order
+
+    def finish(self) -> None:
+        """End the pass in this layer."""
+
+
+class _ReadsGathered(ReadsContexts):
+    """Gathers contexts that are divided between processes, all of them on each."""
+
+    def __init__(self, gathered: GatheredContexts, whole: Segment, *, in_any_order: bool):
+        def read(name: Any) -> Segment:
+            if isinstance(name, InPass):  # tokens of the pass that other processes compute
+                return whole.view(Span(0, name.start, name.length))
+            return gathered(name)
+
+        super().__init__(read, in_any_order=in_any_order)
+        self.finish = gathered.finish  # type: ignore[method-assign]
+
+
+class Divided(Undivided):
+    """One of the processes that divide nodes and suffixes (Tree Attention)."""
+
+    is_divided = True
+    parallel: SequenceParallel
+
+    def __init__(self, parallel: SequenceParallel):
+        self.parallel, self.suffix_shard = parallel, parallel.suffix_shard
+        self.tables = partial(DividedStepTables, parallel)
+
+    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
+        return self.parallel.shard_of(runs, segment)
+
+    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
+        return self.parallel.stored(forest, runs)
+
+    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
+        return self.parallel.stored_suffixes(lengths)
+
+    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
+        whole = torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.cpu()
+        return self.suffix_shard.counts(whole.long()[:, None] + 1 + torch.arange(queries, device="cpu"))
+
+    def room(self, tokens: int) -> int:
+        # As the process that stores most, and one more, which a step may write to that stores no token.
+        return replace(self.suffix_shard, rank=0).count(tokens) + 1
+
+    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
+        return self.parallel.whole(stored, span, runs)
+
+    def merge(self, part: Partial) -> Partial:
+        return self.parallel.merge(part)
+
+    def check_window(self, window: int | None) -> None:
+        if window is not None:
+            raise window_is_not_divided(window)
+
+    def own_tokens(self, spans: Path) -> OwnTokens | None:
+        return self.parallel.own_tokens(spans)
+
+    def read_at_once(self, context: Path) -> Path:
+        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
+        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
+
+    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
+        return DividedPass.of(runs, self.parallel.group)
+
+    def reads(
+        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
+    ) -> ReadsContexts:
+        read_here = {name for run in runs.runs for name in run.context if isinstance(name, Span)}
+        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
+        gathered = GatheredContexts(contexts, read_here, gather)
+        return _ReadsGathered(gathered, whole, in_any_order=len(contexts) <= 1)
+
+
+UNDIVIDED = Undivided()
 
 
 @dataclass(frozen=True)
@@ -38,29 +202,48 @@ class PrefillItem:
         return sum(span.length for span in self.context)
 
 
+class Padded(Protocol):
+    """The buffers of a captured prefill pass, and its attention (`captured_prefill.PaddedPass`)."""
+
+    def write(self, layer: int, parts: Segment) -> Segment:
+        """Write a layer's tokens, ``[rows, heads, tokens, width]`` each; returns them as the layer attends to them."""
+        ...
+
+    def attend(self, layer: int, tokens: Segment, query: Tensor, scoring: Scoring) -> Tensor:
+        """Attend as `SharedKV.attend`, to tokens that `write` returned, as keys and values."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass over a cache: its tokens, what layers read, and where they append; the same for all layers.
 
-    A pass of prefill fills nodes, or suffixes with tokens of prompts. A step appends tokens to each row's suffix.
+    A pass of prefill fills nodes, or suffixes with tokens of prompts. A step appends tokens to each row's suffix. What
+    a captured pass reads and writes is known before it: a step's tables, which know lengths on the device and by which
+    kernels append; a prefill's padded buffers.
 
     Attributes:
-        items: Of prefill, the runs of tokens packed into the pass; () of a step.
+        items: Runs of tokens packed into a pass of prefill; () in a step.
         spans: Their spans, adjacent ones joined.
-        runs: What each of these tokens sees; None of a step.
-        contexts: Of nodes that are divided between processes, the spans that the pass reads, on any of them.
-        own_tokens: Of the items' tokens, those that this process stores; None for all.
+        runs: What each of these tokens sees; None in a step.
+        contexts: Where nodes are divided between processes, the spans that the pass reads, on any of them.
+        own_tokens: Tokens of the items that this process stores; None for all.
         divided: What this process computes of the pass; None for all of it.
-        positions: Of prefill by rows, the positions of the pass's tokens, counted row by row: ``[tokens]`` int64; None
+        positions: In prefill by rows, the positions of the pass's tokens, counted row by row: ``[tokens]`` int64; None
             when tokens are packed into one row, or are one row without padding.
-        tensors: Of prefill by transformers' own attention and masks, the pass's rows and their width: layers return
+        tensors: In prefill by transformers' own attention and masks, the pass's rows and their width: layers return
             the keys and values that they are given. Otherwise None.
-        before: Of a step, the lengths of suffixes before it; None of prefill.
+        before: The lengths of suffixes before a step; None in prefill.
         queries: Tokens that a step appends to each suffix.
         forest: The cache's forest in a step.
         stored: The part of `forest` that a step reads as this process stores it, see `SharedState.step_forest`.
         capacity: Tokens that suffixes must have room for.
-        parallel: The processes between which suffixes are divided, if they are.
+        division: How suffixes are divided between processes.
+        torch_backend: PyTorch's operators, where these compute.
+        tables: Kernel tables of a captured step, by layer; None where layers make them.
+        origins: For a captured step of rows that may be reordered, ``[rows, capacity]`` int32: see `SuffixOrigins`.
+        expanded: By layer, the expanded nodes of a captured step; None where layers find them.
+        padded: Buffers and attention of a captured prefill; None in other passes.
     """
 
     items: Sequence[PrefillItem] = ()
@@ -76,22 +259,24 @@ class Pass:
     forest: Forest | None = None
     stored: Forest | None = None
     capacity: int = 0
-    parallel: SequenceParallel | None = None
+    division: Undivided = UNDIVIDED
+    torch_backend: TorchBackend = "auto"
+    tables: TablesByShape | None = None
+    origins: Tensor | None = None
+    expanded: Mapping[int, ExpandedKV] | None = None
+    padded: Padded | None = None
 
     @cached_property
     def lengths(self) -> int | list[int]:
         """Tokens of suffixes that this process stores after a step, see `ForestKV`; waits for a device's lengths."""
         assert self.before is not None
-        after = self.before.plus(self.queries)
-        return (after if self.parallel is None else self.parallel.stored_suffixes(after)).on_host()
+        return self.division.stored_suffixes(self.before.plus(self.queries)).on_host()
 
     @cached_property
     def seen(self) -> Tensor | None:
         """Tokens of suffixes stored here that a step's queries see, where processes divide them, see `ForestKV`."""
-        if self.parallel is None or (before := self.before) is None:
-            return None
-        whole = torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.cpu()
-        return self.parallel.suffix_shard.counts(whole.long()[:, None] + 1 + torch.arange(self.queries, device="cpu"))
+        assert self.before is not None
+        return self.division.seen(self.before, self.queries)
 
 
 def _positions_in(rows: Tensor, tokens: int) -> Tensor | None:
@@ -121,18 +306,17 @@ class SharedState:
         current: The pass in progress; one without items between passes.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
-        segment_runs: Of segments that are made of suffixes, the tokens of each of these, by number.
+        segment_runs: By number of a segment that is made of suffixes, the tokens of each of these.
         met: The model whose layers the cache has; not kept alive, and unknown to copies.
         position_planes: Planes of positions that the model takes, all equal; 0 for positions without planes.
-        counts_tokens: Whether positions behind the rows are those of counted tokens, as they are not behind images
+        counts_tokens: Whether positions after the rows are those of counted tokens, as they are not after images
             whose tokens have positions in planes.
         padded_width: Where positions count the padding of prompts, the width of their batch; None where they count
             each row's tokens.
         longest_to_come: Where rows take the places of others, tokens in the longest of all of them by the end of the
             call; else 0.
         expanded: Keys and values of nodes that store latents, as the steps of a call read them; None for latents.
-        parallel: The processes between which nodes and suffixes are divided; None where this one stores all. `forest`
-            and `suffixes` are the whole ones on each of them, and what is stored here is `parallel`'s part of them.
+        division: How processes divide nodes and suffixes. `forest` and `suffixes` are the whole ones on each of them.
     """
 
     forest: Forest | None = None
@@ -152,11 +336,20 @@ class SharedState:
     padded_width: int | None = None
     longest_to_come: int = 0
     expanded: ExpandedNodes | None = None
-    parallel: SequenceParallel | None = None
+    division: Undivided = UNDIVIDED
 
     def __getstate__(self) -> dict[str, Any]:
         # Addresses are invalid in a copy of the cache, whose tensors are new; weak references cannot be pickled.
         return self.__dict__ | {"tables": {}, "met": None, "expanded": None, "current": Pass()}
+
+    @property
+    def parallel(self) -> SequenceParallel | None:
+        """The processes between which nodes and suffixes are divided; None where this one stores all."""
+        return self.division.parallel
+
+    @parallel.setter
+    def parallel(self, processes: SequenceParallel | None) -> None:
+        self.division = UNDIVIDED if processes is None else Divided(processes)
 
     @property
     def torch_backend(self) -> TorchBackend:
@@ -174,18 +367,19 @@ class SharedState:
         self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False, tensors: bool = False
     ) -> Pass:
         """The pass over these items; arguments as for `SharedContextCache.prefilling`."""
-        spans, parallel = joined(item.span for item in items), self.parallel
-        runs = [Run(item.span.length, self._read_at_once(item.context)) for item in items]
-        divided = DividedPass.of(runs, parallel.group) if divide and parallel is not None else None
+        spans, division = joined(item.span for item in items), self.division
+        runs = [Run(item.span.length, division.read_at_once(item.context)) for item in items]
+        divided = division.part_of(runs) if divide else None
         return Pass(
             items,
             spans,
             PackedRuns(runs) if divided is None else divided.runs,
             tuple(dict.fromkeys(span for run in runs for span in run.context if isinstance(span, Span))),
-            None if parallel is None else parallel.own_tokens(spans),
+            division.own_tokens(spans),
             divided,
             None if rows is None else _positions_in(rows, sum(span.length for span in spans)),
             (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None,
+            torch_backend=self.torch_backend,
         )
 
     def most_divided(self, parameters: Iterable[Tensor], max_tokens: int) -> int | None:
@@ -199,41 +393,64 @@ class SharedState:
         return max_tokens * (parallel.ranks if max_tokens >= FEWEST_TOKENS else 1)
 
     def step(self, queries: int) -> Pass:
-        """The pass that appends so many tokens to every suffix, made by its first layer for all of them."""
-        step, before = self.current, self.suffixes.lengths
-        if step.before is not before or step.forest is not self.forest or step.queries != queries:
-            step = self.current = Pass(
-                before=before,
-                queries=queries,
-                forest=self.forest,
-                stored=self.step_forest,
-                capacity=self.suffix_room(before.longest + queries),
-                parallel=self.parallel,
-            )
-        return step
+        """Make the pass that appends so many tokens to every suffix, for all of its layers."""
+        before = self.suffixes.lengths
+        self.current = Pass(
+            before=before,
+            queries=queries,
+            forest=self.forest,
+            stored=self.step_forest,
+            capacity=self.division.room(before.longest + queries),
+            division=self.division,
+            torch_backend=self.torch_backend,
+        )
+        return self.current
 
-    def _read_at_once(self, context: Path) -> Path:
-        """A context in spans that fit in memory: where it is divided between processes, each is gathered whole."""
-        if self.parallel is None:
-            return context
-        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
-        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
+    def expand(self, layers: Sequence[Any], free_memory: Callable[[torch.device], int]) -> None:
+        """Make the keys and values of nodes with latents for which that pays, as the steps of a call read them.
+
+        Args:
+            layers: All layers with keys and values of every token.
+            free_memory: Free bytes on a device.
+        """
+        latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
+        alike = len(latents) == len(layers) and all(layer.store.window is None for layer in layers)
+        if self.forest is None or not latents or not alike or self.division.is_divided:
+            return
+        steps = MOST_STEPS_EXPECTED if self.max_suffix is None else self.max_suffix - self.suffixes.longest
+        tokens = self.forest.rows * min(MOST_STEPS_EXPECTED, self.max_suffix or MOST_STEPS_EXPECTED)
+        suffixes = tokens * sum(storage.suffix_bytes_per_token for storage in latents.values())
+        devices = {layer.device for layer in layers}
+
+        def free() -> float:
+            if any(device.type != "cuda" for device in devices):
+                return float("inf")  # the free memory of a CPU is not known
+            return min(map(free_memory, devices)) - suffixes
+
+        self.expanded = expanded_where_it_pays(latents, self.forest, steps, free)
+
+    def tables_for(
+        self, device: torch.device, shape: HeadShape, forest: Forest, make: Callable[[], StepTables], *, dominate: bool
+    ) -> StepTables:
+        """Tables of layers of this shape, made anew when they no longer suit the batch."""
+        known = self.tables.get((device, shape))
+        same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
+        if known is None or not same or not known.tables.fits(forest):
+            known = self.tables[device, shape] = MadeTables(make(), dominate)
+        return known.tables
 
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""
-        whole = self.segment_lengths[segment]
-        return whole if self.parallel is None else self.parallel.shard_of(self.segment_runs, segment).count(whole)
+        return self.division.shard_of(self.segment_runs, segment).count(self.segment_lengths[segment])
 
     @property
     def stored_forest(self) -> Forest | None:
         """The part of `forest` that this process stores; the same object for the same forest."""
-        if self.parallel is None or self.forest is None:
-            return self.forest
-        return self.parallel.stored(self.forest, self.segment_runs)
+        return None if self.forest is None else self.division.stored(self.forest, self.segment_runs)
 
     @property
     def step_forest(self) -> Forest | None:
-        """Of `stored_forest`, the nodes that steps read as they are stored; all but those expanded."""
+        """Nodes of `stored_forest` that steps read as they are stored; all but those expanded."""
         forest = self.stored_forest
         return forest if self.expanded is None or forest is None else self.expanded.split(forest).as_stored
 
@@ -244,27 +461,6 @@ class SharedState:
             return None
         found = self.expanded.split(forest).expanded
         return found if found.nodes else None
-
-    @property
-    def suffix_shard(self) -> Shard:
-        """What this process stores of each suffix."""
-        return WHOLE if self.parallel is None else self.parallel.suffix_shard
-
-    def suffix_room(self, tokens: int) -> int:
-        """Room that a suffix of so many tokens needs, the same on all processes, so that storage moves alike.
-
-        It is that of the process which stores most, and a place more, which a step may write to that stores no token.
-        """
-        return tokens if self.parallel is None else replace(self.suffix_shard, rank=0).count(tokens) + 1
-
-    def whole(self, stored: Segment, span: Span) -> Segment:
-        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
-        return stored.view(span) if self.parallel is None else self.parallel.whole(stored, span, self.segment_runs)
-
-    @property
-    def make_tables(self) -> Callable[..., StepTables]:
-        """Makes kernel tables for what is stored here of nodes and suffixes; arguments as for `StepTables`."""
-        return StepTables if self.parallel is None else partial(DividedStepTables, self.parallel)
 
     @property
     def longest_row(self) -> int:

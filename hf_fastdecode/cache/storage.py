@@ -1,4 +1,4 @@
-"""Token storage of one cache layer; the only module that knows the tensors of a token."""
+"""Token storage: the tensors of one layer's tokens, and what all layers share of suffixes (lengths, ids, order)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ..attention.active_passes import autocast_dtype, cast
+from ..attention.active_passes import cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
 from ..parallel.shards import WHOLE, Shard
@@ -22,20 +23,22 @@ class TokenStorage:
 
     A token consists of *parts*, here keys and values, each in its own tensor. Node tokens are stored in *segments*;
     appended tokens in *suffixes*, preallocated and written in place. Subclasses define another token layout by
-    overriding `keys_and_values`, `nodes_for_steps` and `suffix_for_steps`, or `as_nodes` and the examples if suffixes
+    overriding `keys_and_values`, `nodes_for_steps` and `for_steps`, or `as_nodes` and the examples if suffixes
     have one of their own.
 
     Attributes:
         segments: Segments by number; each part ``[heads, tokens, width]``.
         suffix: Each part ``[rows, heads, capacity, width]``; None before the first append.
         version: Replaced when storage moves, which invalidates earlier addresses.
-        holds_latents: Whether the parts are latents and rotated keys, see `LatentStorage`.
+        takes_padded: Whether captured prefill can store tokens.
+        kernels_read_contexts: Whether its tokens can be stored contexts of captured prefill.
         captured_in_place: Whether a captured step reads suffixes where they lay at its capture, so that it serves this
             storage alone until it moves; else it finds them by `StepTables`.
     """
 
     captured_in_place: ClassVar[bool] = False
-    holds_latents: ClassVar[bool] = False
+    takes_padded: ClassVar[bool] = True
+    kernels_read_contexts: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.segments: dict[int, Segment] = {}
@@ -43,19 +46,13 @@ class TokenStorage:
         self.version = object()
 
     def parts_of(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Segment:
-        """Convert the keys and values of a forward pass, as passed to ``cache.update``, to storage parts.
+        """Convert keys and values of a forward pass, ``[rows, kv_heads, tokens, head_dim]``, to parts of a token.
 
-        Args:
-            keys: ``[rows, kv_heads, tokens, head_dim]``.
-            values: The same shape.
-            args: Further arguments of ``cache.update``.
-
-        Returns:
-            Each part ``[rows, heads, tokens, width]``.
+        Takes all arguments of ``cache.update``. Parts are ``[rows, heads, tokens, width]`` each.
         """
-        if autocast_dtype(keys.device) is None:
-            return Segment(keys, values)
-        return Segment(cast(keys), cast(values))
+        if torch.is_autocast_enabled(keys.device.type):
+            return Segment(cast(keys), cast(values))
+        return Segment(keys, values)
 
     def describe(self, suffix: Segment) -> None:
         """Note the parts of suffixes, ``[rows, heads, tokens, width]`` each, where nodes have others."""
@@ -72,21 +69,18 @@ class TokenStorage:
         """Keys and values of segments, ``[kv_heads, tokens, head_dim]`` each, for PyTorch's operators in steps."""
         return self.segments
 
-    def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
-        """The same of suffixes in row order, ``[rows, kv_heads, capacity, head_dim]`` each."""
-        return self.suffix if origins is None and self.suffix is not None else self.ordered_suffix(origins)
+    def for_steps(self, origins: SuffixOrigins | None) -> tuple[Mapping[int, Segment], Segment]:
+        """`nodes_for_steps`, and suffixes in row order, ``[rows, kv_heads, capacity, head_dim]`` each."""
+        return self.segments, self.suffix if origins is None and self.suffix else self.ordered_suffix(origins)
 
     def empty(self) -> TokenStorage:
         """An empty storage of the same layout."""
         return type(self)()
 
     def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
-        """Suffix tokens in the layout of nodes.
+        """Suffix tokens ``[rows, heads, tokens, width]`` at positions ``[rows, tokens]`` in the layout of nodes.
 
-        Args:
-            parts: Tensors of the suffixes, each ``[rows, heads, tokens, width]``.
-            positions: ``[rows, tokens]`` int64.
-            dtype: Dtype of nodes made from another layout; None for that of the nodes held, or else of the model.
+        Nodes made from another layout are of this dtype; if None, of that of the nodes held, or else of the model.
         """
         return parts
 
@@ -109,13 +103,6 @@ class TokenStorage:
     def suffix_bytes_per_token(self) -> int:
         """Bytes per suffix token in this layer; 0 while it holds none."""
         return _bytes_per_token(self.suffix_example)
-
-    @property
-    def bytes_per_node_and_suffix_token(self) -> tuple[int, int]:
-        """`bytes_per_token` and `suffix_bytes_per_token`, mostly of one example."""
-        of_nodes, of_suffixes = self.node_example, self.suffix_example
-        size = _bytes_per_token(of_nodes)
-        return size, size if of_suffixes is of_nodes else _bytes_per_token(of_suffixes)
 
     @property
     def suffix_bytes(self) -> int:
@@ -176,7 +163,7 @@ class TokenStorage:
         grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
-        self._replace(grown)
+        self.replace_suffixes(grown)
         return True
 
     def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
@@ -266,18 +253,15 @@ class TokenStorage:
         selected = _map(before, lambda part: _allocate(part, (len(rows), part.shape[1], capacity)))
         for new, part in zip(selected, before, strict=True):
             new[:, :, : part.shape[2]].copy_(part.index_select(0, rows))
-        self._replace(selected)
+        self.replace_suffixes(selected)
 
     def replace_segments(self, segments: dict[int, Segment]) -> None:
         """Replace all segments."""
         self.segments = segments
         self.version = object()
 
-    def drop_suffixes(self) -> None:
-        """Free the suffixes."""
-        self._replace(None)
-
-    def _replace(self, suffix: Segment | None) -> None:
+    def replace_suffixes(self, suffix: Segment | None) -> None:
+        """Replace all suffixes, by none if None."""
         self.suffix = suffix
         self.version = object()
 
@@ -370,3 +354,163 @@ class SuffixOrigins:
             return stored[:, : self._length].gather(0, table)
         tokens = torch.arange(self._length, device=stored.device)
         return stored.movedim(-2, 1)[table, tokens].movedim(1, -2)
+
+
+_MOST_PARTS = 256
+"""Parts, usually of one step each, after which they are joined."""
+
+
+class SuffixIds:
+    """Ids of the tokens appended to each row's suffix, up to the first pass that gave none (``inputs_embeds``).
+
+    They are parts ``[rows, tokens]`` int64, one after the other, of `length` tokens in all, as in the longest suffix.
+    """
+
+    def __init__(self, parts: tuple[Tensor, ...] = (), length: int | None = None):
+        self._parts = parts
+        self.length = sum(part.shape[1] for part in parts) if length is None else length
+
+    def known(self, rows: int) -> Tensor:
+        """All known ids ``[rows, length]``; undefined beyond a row's own length."""
+        if not self._parts:
+            return torch.empty(rows, 0, dtype=torch.long, device="cpu")
+        device = self._parts[-1].device
+        return torch.cat([part.to(device) for part in self._parts], dim=1)
+
+    def plus(self, ids: Tensor, before: SuffixLengths) -> SuffixIds:
+        """These followed by ids ``[rows, tokens]``, each row's after its own tokens `before`.
+
+        Ids after a gap are not kept.
+        """
+        if self.length != before.longest:
+            return self
+        ids = ids.to(torch.long, copy=True)  # may be a view of a tensor that the caller changes
+        if before.per_row is None:
+            few = len(self._parts) < _MOST_PARTS
+            parts = self._parts if few else (self.known(len(ids)),)
+            return SuffixIds((*parts, ids), self.length + ids.shape[1])
+        known = self.known(len(ids)).to(ids.device)
+        known = torch.cat([known, ids.new_zeros(ids.shape)], dim=1)
+        lengths = before.per_row.to(ids.device, non_blocking=True).long()
+        at = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        return SuffixIds((known.scatter_(1, at, ids),))
+
+    def first(self, tokens: int) -> SuffixIds:
+        """The first `tokens` of every row."""
+        if tokens >= self.length or not self._parts:
+            return self
+        return SuffixIds((self.known(len(self._parts[0]))[:, :tokens],))
+
+    def select(self, rows: Tensor) -> SuffixIds:
+        """The ids of these rows, ``[rows]`` int64 on any device."""
+        if not self._parts:
+            return self
+        known = self.known(len(self._parts[0]))
+        return SuffixIds((known.index_select(0, rows.to(known.device)),))
+
+
+class Suffixes:
+    """State of the suffixes that all layers share; keys and values are in each layer's `TokenStorage`.
+
+    Attributes:
+        lengths: Tokens in each row's suffix, not counting those of a forward pass in progress.
+        ids: Their ids, as far as they are known.
+        origins: Index table of reordered suffixes; None while every row's tokens are in its own storage row.
+        longest_prompt: Tokens of prompts that the longest suffix begins with.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = SuffixLengths()
+        self.ids = SuffixIds()
+        self.origins: SuffixOrigins | None = None
+        self.longest_prompt = 0
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor]) -> Suffixes:
+        """Suffixes that begin with these tokens of prompts, ``[length]`` int64 for each row, on the CPU."""
+        suffixes, lengths = cls(), [len(own) for own in tokens]
+        suffixes.ids = SuffixIds((pad_sequence(list(tokens), batch_first=True),))
+        suffixes.lengths = SuffixLengths.known(torch.tensor(lengths, dtype=torch.int32, device="cpu"))
+        suffixes.longest_prompt = suffixes.longest
+        return suffixes
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest suffix, or an upper bound; see `SuffixLengths`."""
+        return self.lengths.longest
+
+    @property
+    def in_order(self) -> bool:
+        """Whether each suffix is in its own storage row, as own nodes need."""
+        return self.origins is None
+
+    def per_row(self, rows: int) -> Tensor:
+        """Tokens in each row's suffix: ``[rows]`` int64, on the CPU."""
+        if self.lengths.per_row is not None:
+            return self.lengths.per_row.long().cpu()
+        return torch.full((rows,), self.longest, device="cpu")
+
+    def restore(self, lengths: SuffixLengths, ids: SuffixIds) -> None:
+        """Return to an earlier state, after a forward pass that failed."""
+        self.lengths, self.ids = lengths, ids
+        if self.origins is not None:
+            self.origins.truncate(self.longest)
+
+    def drop(self, counts: Tensor, storages: Sequence[TokenStorage]) -> None:
+        """Remove the last ``counts[i]`` tokens of row ``i``, of all where it has fewer.
+
+        Counts on a GPU are not read by the host: `longest` stays as it was.
+        """
+        bound = self.longest
+        before = self.lengths.per_row
+        counts = counts.clamp_min(0)
+        left = (bound - counts if before is None else before.to(counts.device) - counts).clamp_min(0).int()
+        if counts.is_cuda:
+            self.lengths = SuffixLengths(bound, left)
+        else:
+            self.lengths = SuffixLengths.known(left)
+            bound = self.longest
+        self.ids = self.ids.first(bound)
+        if self.origins is None:
+            return
+        if self.lengths.per_row is None:
+            self.origins.truncate(bound)
+        else:  # new tokens go to places that the index table gives to other rows
+            self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
+
+    def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage], shard: Shard) -> None:
+        """Replace row ``i`` by row ``rows[i]``.
+
+        If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
+
+        Args:
+            rows: ``[rows]`` int64, on the CPU.
+            shard: What this process stores of each suffix.
+        """
+        per_row = self.lengths.per_row
+        if per_row is not None:
+            kept = per_row[rows.to(per_row.device)]
+            bounds = self.longest, kept, self.lengths.shortest
+            self.lengths = SuffixLengths(*bounds) if kept.is_cuda else SuffixLengths.known(kept)
+        self.ids = self.ids.select(rows).first(self.longest)  # the longest row may not be among them
+        if per_row is not None or len(rows) != before:
+            self._copy_rows(rows, storages)
+        elif self.longest and storages:  # a model with states alone has none
+            if self.origins is None:
+                self.origins = SuffixOrigins(before, self.longest, storages[0].tensors()[0].device, shard)
+            self.origins.select(rows)
+
+    def restart(self, rows: Tensor, before: int, storages: Sequence[TokenStorage]) -> None:
+        """Empty the suffixes of these rows, ``[rows]`` int64 on the CPU, of `before` in all.
+
+        Ids of tokens are not known from then on.
+        """
+        counts = torch.zeros(before, dtype=torch.int64, device="cpu")
+        counts[rows] = self.per_row(before)[rows]
+        self.drop(counts, storages)
+        self.ids = SuffixIds()
+
+    def _copy_rows(self, rows: Tensor, storages: Sequence[TokenStorage]) -> None:
+        for storage in storages:
+            storage.select_rows(rows, self.origins)
+        self.origins = None

@@ -1,4 +1,7 @@
-"""A store of a layer: its kind and its sizes on this device, and how configs describe both."""
+"""A store of a layer: its kind and sizes on this device, how configs describe both, and which model types are known.
+
+Models that keep their states elsewhere than in transformers' caches are in `attention.own_code`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
+import torch
+from transformers import PreTrainedConfig
+
+from ..attention.launch.plan import HeadShape
 from ..attention.own_code import own_code_of
-from .model_types import STATES_IN_CACHES
+from ..kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
 
 GROUP: Final = 16
 """Query heads that a program of the suffix kernel attends for: more would not fit in its registers."""
 
 
 class Kind(StrEnum):
-    """What a store holds.
+    """The content of a store.
 
     Attributes:
         FULL: Keys and values of every token.
@@ -49,7 +56,7 @@ def kv_heads_of_kernels(heads: int) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """What a layer stores in one place. Sizes are 0 where the config does not say them.
+    """Keys and values, or states, that a layer stores in one place. Sizes are 0 where the config does not say them.
 
     Attributes:
         kind: What it holds.
@@ -61,7 +68,7 @@ class Store:
         biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
-        stock_numbers: Numbers of a token in transformers' cache, where these are other than `numbers`.
+        stock_numbers: Elements of a token in transformers' cache, where these are other than `numbers`.
     """
 
     kind: Kind
@@ -79,6 +86,19 @@ class Store:
     def kernel_heads(self) -> int:
         """KV heads as decode kernels see them."""
         return kv_heads_of_kernels(self.query_heads) if self.kind is Kind.LATENT else self.kv_heads
+
+    def head_shape(self, longest: int) -> HeadShape:
+        """The heads of a step as decode kernels see them, for rows of up to so many tokens."""
+        heads = self.kernel_heads
+        windowed = self.biased or (self.window is not None and longest > self.window)
+        group = max(1, self.query_heads // heads) if heads else 1
+        return HeadShape(heads, group, self.head_dim, windowed, self.kind is Kind.LATENT, biased=self.biased)
+
+    def most_queries(self, device: torch.device) -> int:
+        """Most tokens of each row that decode kernels take."""
+        if self.kind is not Kind.LATENT:
+            return MAX_QUERIES
+        return most_packed_of_latents(device) // (self.query_heads // max(1, self.kernel_heads))
 
     @property
     def group_size(self) -> int:
@@ -98,10 +118,6 @@ class Store:
         if self.kind is Kind.LATENT:
             return self.head_dim
         return self.kv_heads * (self.head_dim + self.value_dim)
-
-    def stock_bytes(self, stored: int) -> int:
-        """Bytes of a token in transformers' cache, of which `stored` are stored here."""
-        return stored * self.stock_numbers // self.numbers if self.stock_numbers else stored
 
 
 STATEFUL: Final = "stateful"
@@ -124,7 +140,7 @@ _KINDS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "mlp": (),
     "moe": (),
 }
-# Fields that layers with a window have in the place of the others'.
+# Fields that layers with a window have instead of the others'.
 _OF_WINDOWS: Final = {
     "num_attention_heads": "swa_num_attention_heads",
     "num_key_value_heads": "swa_num_key_value_heads",
@@ -185,7 +201,7 @@ def lists_layers(config: Any) -> bool:
 
 
 def stores_of(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
-    """What a layer stores, by its own config."""
+    """The stores of a layer, by its own config."""
     if "attention" in (read_field(config, "skip") or ()):
         return ()
     if index in (read_field(config, "cross_attention_layers") or ()):  # which do not run without images
@@ -257,3 +273,69 @@ def _window(config: Any, kind: Kind) -> int | None:
     names = ("sliding_window", "window_size", "attention_chunk_size")
     sizes = (number(config, name) for name in (names if kind is Kind.SLIDING else names[::-1]))
     return next(filter(None, sizes), None)
+
+
+ENCODER_DECODERS: Final = frozenset(
+    {
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "led", "m2m_100", "marian", "mbart", "mvp"),
+        *("nllb-moe", "pegasus", "pegasus_x", "plbart"),
+        *("longt5", "mt5", "switch_transformers", "t5", "t5gemma", "umt5"),
+        *("moonshine", "seamless_m4t", "seamless_m4t_v2", "speech_to_text", "speecht5", "whisper"),
+        *("encoder-decoder", "florence2", "speech-encoder-decoder", "vision-encoder-decoder"),
+        *("slim_bart", "slim_t5", "slim_whisper"),
+    }
+)
+"""Model types whose decoders find the encoder's keys and values in transformers' `EncoderDecoderCache`, and hand them
+to an attention function, or have overrides that do. Each was compared with stock."""
+
+OTHER_ENCODER_DECODERS: Final[Mapping[str, str]] = {
+    "fsmt": "its decoder takes tokens before rows, and hides padding by masks of its own",
+    "prophetnet": "its decoder predicts several tokens in streams, each with attention of its own",
+    "t5gemma2": "its decoder attends to its own tokens and to the encoder's in one softmax",
+}
+"""Why others run stock."""
+
+LEAVES_TOKENS_OUT: Final = "its experts leave out tokens beyond a capacity that all rows of a pass have together"
+"""Why a model runs stock for which `leaves_tokens_out` is true."""
+
+
+def leaves_tokens_out(config: PreTrainedConfig) -> bool:
+    """Whether what a row computes depends on the other rows of its pass, so that a row run once is not what stock has.
+
+    NLLB-MoE's experts take so large a share of a pass's tokens, and by default all of them.
+    """
+    if config.model_type != "nllb-moe":
+        return False
+    share: float = config.moe_eval_capacity_token_fraction
+    return share < 1  # from 0 down, the capacity is one of its own
+
+
+STATES_IN_CACHES: Final[Mapping[str, bool]] = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), False),
+    **dict.fromkeys(("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lara_mini"), True),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm3", "lfm3_vl", "mamba2"), True),
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), True),
+    **dict.fromkeys(("nemo_speechlm", "nemotron_h", "nemotron_h_omni", "olmo_hybrid"), True),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), True),
+    **dict.fromkeys(("zamba2", "zaya"), True),
+}
+"""Model types that store all states in transformers' cache, and whose attention layers, if any, call its interface.
+
+Each was compared with stock. The value says whether a pass of several tokens continues from a stored state, which
+Mamba-1 scans ignore.
+"""
+
+_INKLING: Final = ("inkling_mm_model", "inkling_text")
+_INKLING_2: Final = ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text")
+
+STATES_NOT_SHARED: Final[Mapping[str, str]] = {
+    "blt": "it groups the bytes of whole rows into patches by another model, in every pass",
+    "git": "its steps count the tokens of an image before each prompt, also of text alone (GitModel.forward)",
+    **dict.fromkeys((*_INKLING, *_INKLING_2), "each of its queries adds a bias of its own to each distance's scores"),
+    "rwkv": "transformers mixes the rows of a batch in its steps, so that a row's tokens depend on the others "
+    "(RwkvSelfAttention.extract_key_value)",
+    **dict.fromkeys(
+        ("voxtral_realtime", "voxtral_realtime_text"), "each of its steps adds another part of the sound to its token"
+    ),
+}
+"""Model types that run stock for another reason than where they keep states."""

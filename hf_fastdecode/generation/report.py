@@ -142,8 +142,9 @@ class CallReport:
             self.layers = [_what_ran(layer) for layer in cache.layers]
             self.layer_sizes = [
                 (
-                    *(sizes := layer.storage.bytes_per_node_and_suffix_token),
-                    layer.store.stock_bytes(sizes[1]),
+                    layer.storage.bytes_per_token,
+                    layer.storage.suffix_bytes_per_token,
+                    layer.stock_bytes_per_token,
                     layer.window,
                 )
                 for layer in cache.attention_layers
@@ -151,7 +152,7 @@ class CallReport:
             self.state_bytes = sum(layer.row_bytes for layer in cache.state_layers)
             self.kept_states = max((len(layer.ends) for layer in cache.state_layers), default=0)
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
-        self.stored_suffix = cache.state.suffix_shard.count(self.suffix_length)
+        self.stored_suffix = cache.state.division.suffix_shard.count(self.suffix_length)
         if self.parallel is not None and cache.state.parallel is not None:
             stored = cache.stored_node_tokens + self.rows * self.stored_suffix
             tokens = cache.node_tokens + self.rows * self.suffix_length

@@ -17,16 +17,17 @@ from ..attention.active_passes import ATTENTION_NAME
 from ..attention.own_code import own_code_of
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import ModelLayout
-from ..cache.model_types import (
+from ..cache.shared import SharedContextCache
+from ..cache.stores import (
     ENCODER_DECODERS,
     LEAVES_TOKENS_OUT,
     OTHER_ENCODER_DECODERS,
+    PER_TOKEN,
     STATES_IN_CACHES,
     STATES_NOT_SHARED,
+    Kind,
     leaves_tokens_out,
 )
-from ..cache.shared import SharedContextCache
-from ..cache.stores import PER_TOKEN, Kind
 from ..errors import Unsupported
 from ..parallel.ranks import common_group, splitting_groups
 from ..parallel.sequence import window_is_not_divided

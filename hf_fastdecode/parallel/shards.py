@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span
 from ..attention.kv import Segment
-from ..attention.runs import PackedRuns, Run
+from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,8 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .._compat import cache_in
 from ..cache.captured import CapturedCache
-from ..cache.direct_pass import named_arguments
-from ..cache.shared import SharedContextCache
+from ..cache.shared import SharedContextCache, named_arguments
 from ..conversion.fit.attention import Tables
 from ..instance_methods import WeakMethod
 from .config_base import SlimConfig

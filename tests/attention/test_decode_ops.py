@@ -17,12 +17,8 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Segment
 from hf_fastdecode.attention.partial import Partial
-from hf_fastdecode.attention.runs import Run
-from hf_fastdecode.attention.torch_operators.decode_ops import (
-    biased_causal_attention,
-    biased_forest_attention,
-    forest_attention,
-)
+from hf_fastdecode.attention.torch_operators.decode_ops import biased_causal_attention, forest_attention
+from hf_fastdecode.attention.torch_operators.prefill_ops import Run
 
 from .forests import (
     DEVICES,
@@ -256,7 +252,7 @@ def test_rows_over_two_levels_of_nodes(lengths):
     forest = Forest.from_paths([(shared, own), (shared, own), (shared,), ()])
     suffix = Segment(normal(4, BIASED_HEADS, 9, WIDTH), normal(4, BIASED_HEADS, 9, WIDTH))
     query, kv = normal(4, BIASED_HEADS, queries, WIDTH), ForestKV(forest, [segment], suffix, lengths)
-    got = biased_forest_attention(query, kv, SCALE, biases).out
+    got = forest_attention(query, kv, SCALE, distances=biases).out
     for row, path in enumerate(forest.paths):
         nodes, count = [segment.view(span) for span in path], kv.lengths()[row]
         keys, values = (

@@ -18,8 +18,8 @@ from hf_fastdecode.attention.torch_operators import TORCH_BACKENDS
 from hf_fastdecode.attention.torch_operators.decode_ops import describe, forest_attention
 from hf_fastdecode.attention.torch_operators.operators import (
     BackendError,
+    DenseAttention,
     choose_operator,
-    dense_partial,
     plain_partial,
 )
 
@@ -185,7 +185,7 @@ def test_describe_names_the_operator_of_every_part(
 @pytest.mark.parametrize("dtype", [torch.float64, *LOW_AND_FULL], ids=DTYPE_NAMES.get)
 def test_no_keys_is_the_empty_partial(dtype: torch.dtype, backend: str, device: str) -> None:
     query, keys, values = qkv(device, dtype, keys=0)
-    out, lse = dense_partial(query.fill_(1.0), keys, values, 1.0, backend=backend)
+    out, lse = DenseAttention(1.0, backend=backend).partial(query.fill_(1.0), keys, values)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert torch.equal(out, torch.zeros(1, 2, 4, 64, dtype=wide, device=device))
     assert torch.equal(lse, torch.full((1, 2, 4), -torch.inf, dtype=wide, device=device))
@@ -204,7 +204,7 @@ def test_a_query_that_sees_no_key_gets_the_empty_partial() -> None:
 def test_dense_operators_agree_with_the_definition(causal: bool, backend: str, device: str) -> None:
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (torch.randn(2, 3, 70, 24, generator=generator).to(device) for _ in range(3))
-    out, lse = dense_partial(query, keys, values, 0.4, causal=causal, backend=backend)
+    out, lse = DenseAttention(0.4, backend=backend).partial(query, keys, values, causal=causal)
     scores = 0.4 * query.double() @ keys.double().mT
     if causal:
         scores = scores.masked_fill(~last_queries_see(70, 70, device), -torch.inf)

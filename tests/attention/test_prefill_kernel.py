@@ -12,7 +12,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment
 from hf_fastdecode.attention.launch import kernel_call as prefill
-from hf_fastdecode.attention.runs import PackedRuns, Run
+from hf_fastdecode.attention.torch_operators.prefill_ops import PackedRuns, Run
 from hf_fastdecode.kernels.failures import Kernel, forget
 
 from .forests import DEVICES, assert_error_rule, make_inputs, pytorch_attention, some_sinks

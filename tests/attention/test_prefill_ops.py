@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Span
-from hf_fastdecode.attention.runs import Run
 from hf_fastdecode.attention.torch_operators.operators import BackendError
-from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
+from hf_fastdecode.attention.torch_operators.prefill_ops import Run, causal_attention
 
 from .forests import (
     DTYPE_NAMES,

@@ -9,7 +9,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.cache.consolidate import consolidate
+from hf_fastdecode.cache.forest_cache import consolidate
 from hf_fastdecode.cache.layers.attention import SharedContextLayer
 from hf_fastdecode.cache.stores import Kind, Store
 from hf_fastdecode.generation.steps import modes

@@ -10,7 +10,6 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.generation.steps import runners as steps
 from hf_fastdecode.generation.steps.captured_step import CapturedStep, bucket
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -34,9 +33,9 @@ def test_buckets():
     ],
 )
 def test_a_smaller_size_must_pay_for_its_capture(now, then, known, least):
-    assert steps.switch_saves_time(now, then, least, known)
-    assert not least or not steps.switch_saves_time(now, then, least - 1, known)
-    assert not steps.switch_saves_time(now, now, 10**9, known)
+    assert modes.switch_saves_time(now, then, least, known)
+    assert not least or not modes.switch_saves_time(now, then, least - 1, known)
+    assert not modes.switch_saves_time(now, now, 10**9, known)
 
 
 @on_the_cpu
@@ -61,7 +60,7 @@ def test_tables_give_stock_tokens_in_every_call(name, sizes, uncaptured):
 
 @on_the_cpu
 def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
-    monkeypatch.setattr(steps, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model = tiny_model(**SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     call |= {"num_return_sequences": 4, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
@@ -81,7 +80,7 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
 @pytest.mark.parametrize("mode", ["auto", "graph"])
 def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode, error):
     """Where those of fewer rows cannot be captured: the batch is not split, and it is not tried again."""
-    monkeypatch.setattr(steps, "_STEPS_OF_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE", 0)
     make, sizes = CapturedStep.__init__, []
 

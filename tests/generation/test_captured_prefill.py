@@ -13,7 +13,7 @@ from hf_fastdecode.attention.launch import kernel_call as prefill
 from hf_fastdecode.attention.launch import plan
 from hf_fastdecode.cache.state import PrefillItem
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import captured_prefill, modes, runners
+from hf_fastdecode.generation.steps import captured_prefill, modes
 from hf_fastdecode.generation.steps.captured_prefill import CapturedPrefill, CapturedPrefills, PrefillShape
 
 from ..tiny_models import ARCHITECTURES, ragged_prompts, seeded, tiny_model
@@ -174,7 +174,7 @@ def test_the_last_token_of_a_stored_prompt_is_a_captured_step(uncaptured, monkey
     def feed(*args):
         raise AssertionError("an eager step")
 
-    monkeypatch.setattr(runners.EagerSteps, "feed", feed)
+    monkeypatch.setattr(modes.EagerSteps, "feed", feed)
     model, prompt = tiny_model(num_hidden_layers=1), ragged_prompts(70)
     with fd.enabled(model, mode="graph", reuse_prefix=True, **OPTIONS):
         first, again = (first_token(model, prompt)[0].logits[0] for _ in range(2))

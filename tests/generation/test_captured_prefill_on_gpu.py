@@ -10,7 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill
-from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.graph_capture import has_projections
 
 from ..tiny_models import ragged_prompts, tiny_model
 

@@ -111,7 +111,7 @@ def test_memory_is_free_again_after_a_call(whisper, at_once, monkeypatch):
                 generate(whisper, **recordings(1), **arguments)
                 assert [one() for one in inputs] == [None] * len(inputs)
             (captured,) = state_of(whisper).captures.by_rows._passes
-            buffers = ref(captured._view._inputs.segments[0].keys)
+            buffers = ref(captured._inputs._segments[0].keys)
             del captured
     finally:
         gc.enable()

@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import runners
+from hf_fastdecode.generation.steps import modes
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts
@@ -40,7 +40,7 @@ def test_tokens_are_stocks(name, uncaptured, monkeypatch):
 
     Rows leave for a smaller capture, and beams are reordered.
     """
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model = tiny_model_of(name)
     calls = [ENDING, *([BEAMS] if name == "Qwen3NextForCausalLM" else [])]
     stock = [run(model, arguments, PROMPTS) for arguments in calls]
@@ -62,10 +62,10 @@ def test_calls_share_captures_and_buffers(uncaptured, with_states_alone):
         captures, made = state_of(model).captures, []
         for (arguments, prompts, rows), tokens in zip(calls, stock, strict=True):
             assert torch.equal(run(model, arguments, prompts), tokens)
-            assert captures._states.rows == rows
+            assert captures._buffers.rows == rows
             made.append(captures.count)
         assert made == [1, 1, 2, 3]  # the first capture was of the smaller buffers
-        assert len({id(step.states) for step in captures._steps}) == 1
+        assert len({id(step.buffers) for step in captures._steps}) == 1
 
 
 def test_a_returned_cache_keeps_its_states(uncaptured, with_states_alone):

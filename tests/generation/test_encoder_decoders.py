@@ -14,7 +14,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.inputs.distinct import encode_distinct
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.generation.structure import Gathering, Structure
 
 from ..architectures.classes import tiny_model_of

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.cache.layers.of_model import EmptyLayer
+from hf_fastdecode.cache.layout import EmptyLayer
 from hf_fastdecode.cache.shared import SharedContextCache, cache_bytes
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes

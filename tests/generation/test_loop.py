@@ -10,7 +10,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.decoding.stopping import FinishedRowPoller, HostStoppingCriteria, Stopping
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 
 from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model

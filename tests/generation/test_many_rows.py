@@ -13,7 +13,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache import storage
 from hf_fastdecode.generation.decoding import stopping, waves
 from hf_fastdecode.generation.decoding.loop import Loop
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 
 from ..tiny_models import ragged_prompts, seeded
 from .calls import tokens_embedded

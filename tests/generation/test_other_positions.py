@@ -10,7 +10,7 @@ import transformers
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.masks import without_blocks
+from hf_fastdecode.attention.interface import without_blocks
 from hf_fastdecode.generation.interception.generate import hands_generate_on
 
 from ..architectures.classes import class_named, generating_classes, tiny_model_of

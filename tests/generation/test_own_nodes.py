@@ -19,7 +19,7 @@ from hf_fastdecode.attention.launch.plan import (
     with_own_nodes,
 )
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.captures import Captures
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -81,7 +81,7 @@ def test_tokens_are_stocks(mode, short_steps):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_rows_that_leave(mode, short_steps, monkeypatch):
     """Suffixes move to other storage while they are nodes."""
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)
     model = tiny_model(**SMALL)
     call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 12}
     stock = seeded(lambda: model.generate(**call))
@@ -158,7 +158,7 @@ def test_launch_parameters_change_as_completions_grow(mode, short_steps, monkeyp
     model = tiny_model(**SMALL)
     call = ragged_prompts(9) | LONG_CALL
     stock = seeded(lambda: model.generate(**call))
-    monkeypatch.setattr(runners, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
     planned = []
     choose = plan.decode_config
 
@@ -183,7 +183,7 @@ def test_a_failed_capture_for_completions(short_steps, monkeypatch):
     model = tiny_model(**SMALL)
     call = ragged_prompts(9) | LONG_CALL
     stock = seeded(lambda: model.generate(**call))
-    monkeypatch.setattr(runners, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
+    monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_RECAPTURE", 2)
     find, found = Captures.find, []
 
     def fail(self, *arguments):

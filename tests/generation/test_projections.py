@@ -12,9 +12,9 @@ from torch import nn
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
-from hf_fastdecode.generation.steps import captured_step, modes, projections
+from hf_fastdecode.generation.steps import captured_step, graph_capture, modes
 from hf_fastdecode.generation.steps import captures as capture
-from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.generation.steps.graph_capture import FusedProjections
 from hf_fastdecode.generation.structure import Structure
 
 from ..cases import exhaustive_but
@@ -31,12 +31,12 @@ def together(monkeypatch):
     """Number of weights of each concurrent product."""
     counts: list[int] = []
 
-    def counted(inputs, weights, biases, *, concurrent=True, stock=projections.linears):
+    def counted(inputs, weights, biases, *, concurrent=True, stock=graph_capture.linears):
         if concurrent:
             counts.append(len(weights))
         return stock(inputs, weights, biases, concurrent=concurrent)
 
-    monkeypatch.setattr(projections, "linears", counted)
+    monkeypatch.setattr(graph_capture, "linears", counted)
     return counts
 
 

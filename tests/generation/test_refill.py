@@ -10,7 +10,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.cache import storage
 from hf_fastdecode.generation.decoding import refill, waves
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model

@@ -15,7 +15,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.own_code import own_code_of
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.prompts import by_rows
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps.modes import EagerSteps
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded

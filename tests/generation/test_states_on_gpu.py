@@ -10,7 +10,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import runners
+from hf_fastdecode.generation.steps import modes
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts
@@ -54,7 +54,7 @@ def test_tokens_are_stocks_in_float32(each):
 
 def test_captured_steps_are_those_that_run_eagerly(each, monkeypatch):
     """Rows that end leave for a smaller capture; other prompts, and beams, need no other."""
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)
     model = copy.deepcopy(each).bfloat16().cuda()
     other = {name: one.cuda() for name, one in ragged_prompts(25, 60, 41, shared=20, seed=3).items()}
     calls = [(ENDING, ON_GPU), (ENDING, other), (BEAMS, ON_GPU)]

@@ -48,7 +48,7 @@ def test_they_are_the_models_own(model, arguments):
 
 
 def test_they_survive_smaller_waves(model, monkeypatch):
-    from hf_fastdecode.generation.steps.runners import EagerSteps
+    from hf_fastdecode.generation.steps.modes import EagerSteps
 
     call = EagerSteps.__call__
 

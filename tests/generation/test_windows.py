@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import shared_context_attention
-from hf_fastdecode.attention.placeholders import SharedKV, SlidingWindow
+from hf_fastdecode.attention.kv import SharedKV, SlidingWindow
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import modes

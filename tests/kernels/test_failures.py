@@ -10,6 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_fastdecode as fd
 from hf_fastdecode.attention.launch.dispatch import KERNELS, Choice
+from hf_fastdecode.cache import handles
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.decoding.sampling import choose_sampler
 from hf_fastdecode.generation.steps import modes
@@ -49,7 +50,7 @@ def none_failed(monkeypatch):
 @pytest.fixture
 def by_kernels(monkeypatch):
     """Let ``backend="auto"`` and captured modes take the kernels where they are interpreted."""
-    monkeypatch.setattr(DecodeKV, "_chooses", lambda self, query: self.layer.state.backend == "auto")
+    monkeypatch.setattr(handles, "_CHOOSES_ON", {"cpu", "cuda"})
     monkeypatch.setattr(DecodeKV, "_choice", lambda *_: Choice(KERNELS, {KERNELS: 0.0}))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     capture = CapturedStep.capture

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import hf_fastdecode as fd
-from hf_fastdecode.generation.steps import modes, runners
+from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.parallel import sequence
 
 from .processes import Models, Seen, scenario
@@ -60,7 +60,7 @@ def capturing() -> Iterator[None]:
     """Let captured modes run where kernels are interpreted, and pay for few steps."""
     with (
         mock.patch.object(modes, "capture_reason", return_value=None),
-        mock.patch.object(runners, "_STEPS_OF_A_CAPTURE", 0),
+        mock.patch.object(modes, "_STEPS_OF_A_CAPTURE", 0),
     ):
         yield
 

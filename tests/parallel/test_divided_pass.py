@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Span
 from hf_fastdecode.attention.kv import Segment
-from hf_fastdecode.attention.runs import PackedRuns, Run
-from hf_fastdecode.attention.torch_operators.prefill_ops import causal_attention
+from hf_fastdecode.attention.torch_operators.prefill_ops import PackedRuns, Run, causal_attention
 from hf_fastdecode.parallel.shards import GatheredContexts, InPass, cut_runs, tokens_of_rank
 
 KV_HEADS, GROUP, HEAD_DIM = 2, 3, 16

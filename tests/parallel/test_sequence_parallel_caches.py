@@ -46,7 +46,9 @@ def gathered(cache: SharedContextCache) -> list[tuple[Tensor, Tensor]]:
         for number, length in enumerate(cache.state.segment_lengths):
             if number in layer.storage.segments:
                 segment = layer.storage.keys_and_values(layer.storage.segments[number])
-                found.append(tuple(cache.state.whole(segment, Span(number, 0, length))))
+                found.append(
+                    tuple(cache.state.division.whole(segment, Span(number, 0, length), cache.state.segment_runs))
+                )
     return found
 
 

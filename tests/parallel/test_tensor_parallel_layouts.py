@@ -20,7 +20,7 @@ from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation import structure, support
-from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.graph_capture import has_projections
 from hf_fastdecode.parallel.ranks import splitting_groups
 from hf_fastdecode.parallel.sequence import merge_over, merged, partial_buffer
 

@@ -21,7 +21,7 @@ from hf_fastdecode.generation.report import ParallelReport
 from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
 from hf_fastdecode.generation.steps.captures import LONG_COMPLETIONS, LockHolder
-from hf_fastdecode.generation.steps.runners import CapturedSteps
+from hf_fastdecode.generation.steps.modes import CapturedSteps
 from hf_fastdecode.parallel.ranks import Together
 
 from .processes import Models, scenario

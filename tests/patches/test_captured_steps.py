@@ -18,7 +18,7 @@ from hf_fastdecode.cache import storage
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.steps import captured_step, modes, runners
+from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.device import triton_is_installed
 
@@ -92,7 +92,7 @@ def test_suffixes_that_move_are_captured_again(uncaptured: None, small_capacitie
 
 @on_the_cpu
 def test_rows_that_finish_leave(uncaptured: None, small_capacities: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model, slim = pair("k+r")
     ends = {"num_return_sequences": 4, "eos_token_id": list(range(3, 30)), "pad_token_id": 0, "max_new_tokens": 16}
     stock, found, report = both(model, slim, **ends)

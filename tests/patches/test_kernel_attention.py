@@ -15,7 +15,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.steps import modes
-from hf_fastdecode.generation.steps.projections import has_projections
+from hf_fastdecode.generation.steps.graph_capture import has_projections
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError

@@ -14,9 +14,10 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import plan as own_nodes
-from hf_fastdecode.cache.layers.expanded import ExpandedNodes
-from hf_fastdecode.generation.steps import captured_prefill, expansion, loop_passes, modes, runners
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.cache.layers import latent
+from hf_fastdecode.cache.layers.latent import ExpandedNodes
+from hf_fastdecode.generation.steps import captured_prefill, loop_passes, modes
+from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.patches.architectures.latent_attention import _weight_and_bias
 
 from ..architectures.compare import compared, stock_tokens
@@ -213,10 +214,10 @@ SAMPLES = SAMPLING | {"num_return_sequences": 3, "max_new_tokens": 8}
 @pytest.fixture
 def small(monkeypatch):
     """Bounds for tiny models: nodes of 4 rows, and from then on of 3."""
-    monkeypatch.setattr(expansion, "FEWEST_ROWS", 4)
-    monkeypatch.setattr(expansion, "FEWEST_ROWS_LATER", 3)
-    monkeypatch.setattr(expansion, "FEWEST_TOKENS", 8)
-    monkeypatch.setattr(expansion, "FEWEST_ROW_STEPS", 1)
+    monkeypatch.setattr(latent, "FEWEST_ROWS", 4)
+    monkeypatch.setattr(latent, "FEWEST_ROWS_LATER", 3)
+    monkeypatch.setattr(latent, "FEWEST_TOKENS", 8)
+    monkeypatch.setattr(latent, "FEWEST_ROW_STEPS", 1)
 
 
 def prompts():
@@ -292,7 +293,7 @@ def test_nodes_that_do_not_fit_stay_latents(small, monkeypatch):
     call = SAMPLES | {"num_return_sequences": 4}
     stock = seeded(lambda: model.generate(**prompts(), **call))
     for tokens, nodes in ((1000, 3), (50, 1), (10, 0)):
-        monkeypatch.setattr(expansion, "_room", lambda *_, tokens=tokens: tokens * a_token)
+        monkeypatch.setattr(latent, "_most_bytes", lambda free, tokens=tokens: tokens * a_token)
         with fd.enabled(model, min_saved_tokens=1):
             assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
             found = f"as latents; {nodes} node(s) as keys and values made once" in str(
@@ -323,8 +324,8 @@ def test_rows_that_begin_anew_expand_anew(small, monkeypatch):
 def test_when_keys_and_values_pay():
     """By rows, tokens, and the rows' steps to come."""
     nodes = [Node(Span(0, 0, 1000), 0, 64), Node(Span(1, 0, 1000), 0, 8, 1), Node(Span(1, 0, 100), 8, 40, 1)]
-    assert expansion.paying_nodes(Forest(64, nodes), 100) == nodes[:1]
-    assert expansion.paying_nodes(Forest(64, nodes), 10) == []
+    assert latent.paying_nodes(Forest(64, nodes), 100) == nodes[:1]
+    assert latent.paying_nodes(Forest(64, nodes), 10) == []
 
 
 def test_nodes_are_split_by_runs_and_rows():
@@ -346,7 +347,7 @@ def test_captured_steps_over_expanded_nodes(small, monkeypatch):
     """Heads whose values are wider than the unrotated part of keys; rows end, until too few read keys and values."""
     pytest.importorskip("triton")
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     widths = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 32}
     model = model_of("without-query-ranks", **sizes, **widths)
@@ -372,7 +373,7 @@ def test_captured_steps_over_expanded_nodes(small, monkeypatch):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_expanded_nodes_in_half_precision_on_a_gpu(mode, monkeypatch):
     """Logits against fp32, beside those of transformers."""
-    monkeypatch.setattr(expansion, "FEWEST_TOKENS", 8)
+    monkeypatch.setattr(latent, "FEWEST_TOKENS", 8)
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "first_k_dense_replace": 2}
     widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 256}
     model = model_of("without-query-ranks", **heads, **widths).cuda()

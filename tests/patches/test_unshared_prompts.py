@@ -18,8 +18,8 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.generation.prompts import packed
-from hf_fastdecode.generation.steps import modes, runners
-from hf_fastdecode.generation.steps.runners import EagerSteps
+from hf_fastdecode.generation.steps import modes
+from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import slim_tokens
 from hf_fastdecode.patches.layers.slim_tokens import SlimTokens
@@ -177,7 +177,7 @@ def test_suffixes_that_grow_and_rows_that_finish(
     caches: list[SharedContextCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_fastdecode.cache.storage._FIRST_CAPACITY", 4)
-    monkeypatch.setattr(runners, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
+    monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
     model, slim = pair("k+r")
     ends = SAMPLE | {"eos_token_id": list(range(3, 30)), "pad_token_id": 0, "max_new_tokens": 16}
     prompts = ragged_prompts(24, 22, 23, 24, 23, shared=17)

@@ -20,7 +20,7 @@ from ...kernels.prefill.api import prefill_attention, prefill_partial, refusal
 from ..forest import Forest
 from ..kv import Scoring, Segment
 from ..partial import Partial
-from ..runs import PackedRuns, Stored
+from ..torch_operators.prefill_ops import PackedRuns, Stored
 
 
 def node_addresses(

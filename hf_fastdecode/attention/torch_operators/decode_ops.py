@@ -26,8 +26,8 @@ from ...errors import Unsupported
 from ..forest import Forest, Node
 from ..kv import ForestKV, Segment
 from ..partial import Partial, merge
-from ..runs import Run
-from .operators import DenseAttention, causal_mask, choose_operator, plain_partial, with_sinks
+from .operators import DenseAttention, biases_at, causal_mask, choose_operator, plain_partial, with_sinks
+from .prefill_ops import Run
 
 Segments = Sequence[Segment] | Mapping[int, Segment]
 
@@ -40,35 +40,28 @@ def forest_attention(
     softcap: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
+    distances: Tensor | None = None,
     backend: str = "auto",
 ) -> Partial:
-    """Attend each row's queries to its path of nodes and its suffix.
+    """Attend each row's queries to its path of nodes and its suffix, as `reference.forest_attention` specifies.
 
-    Query ``j`` of ``queries`` stands at the suffix position ``suffix_length - queries + j``: it sees all nodes on its
-    row's path, and its suffix up to and including that position, or as much as ``kv.seen`` says; under a window, the
-    last ``window`` of these tokens.
-    `reference.forest_attention` is the specification, and has the same name and arguments, without `backend`.
-
-    Args:
-        query: ``[rows, heads, queries, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
-        kv: Keys and values in the query's dtype, on its device.
-        scale: Factor on the scores; ``head_dim ** -0.5`` when None.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens up to and including its own.
-        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
-        backend: One of `TORCH_BACKENDS`.
+    That has the same arguments, without `distances`, see `Scoring`, and `backend`, one of `TORCH_BACKENDS`. Keys and
+    values are in the query's dtype, on its device.
 
     Returns:
         ``out`` ``[rows, heads, queries, value_dim]`` and ``lse`` ``[rows, heads, queries]``, fp32 (fp64 for fp64).
 
     Raises:
         BackendError: `backend` is unknown, or a forced one cannot compute this.
+        Unsupported: There are biases by distance, and fewer KV heads than query heads.
         ValueError: Query, forest and suffixes differ in the number of rows; a suffix is shorter than the number of
             queries, or longer than its storage; or a node lies outside its segment.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    dense = DenseAttention(head_dim**-0.5 if scale is None else scale, softcap, backend)
+    dense = DenseAttention(head_dim**-0.5 if scale is None else scale, softcap, backend, window, distances)
+    if distances is not None and heads != kv_heads:
+        raise Unsupported("biases by distance are for layers with as many KV heads as query heads")
     shortest, longest = kv.suffix_bounds
     if kv.forest.rows != rows or kv.suffix.keys.shape[0] != rows:
         raise ValueError(
@@ -81,11 +74,11 @@ def forest_attention(
         )
     queries_per_kv_head = heads // kv_heads * queries
     packed = query.reshape(rows, kv_heads, queries_per_kv_head, head_dim)
-    oldest = None if window is None else _oldest_seen(kv, queries, queries_per_kv_head, window)
-    in_suffix = None if oldest is None else _relative_to_starts(oldest, kv.forest.context_lengths)
+    positions = None if window is None and distances is None else _positions(kv, queries, queries_per_kv_head)
+    in_suffix = None if positions is None else _relative_to_starts(positions, kv.forest.context_lengths)
     parts = [_suffix_partial(packed, queries, kv, (shortest, longest), dense, in_suffix)]
     for starts, batches in zip(kv.forest.starts, kv.forest.batches, strict=True):
-        in_level = None if oldest is None else _relative_to_starts(oldest, starts)
+        in_level = None if positions is None else _relative_to_starts(positions, starts)
         parts.append(_level_partial(packed, batches, kv.segments, dense, in_level))
     merged = _per_head(merge(*parts), heads, queries)
     return merged if sinks is None else with_sinks(merged, sinks[:, None])
@@ -100,16 +93,9 @@ def nodes_attention(
     softcap: float | None = None,
     backend: str,
 ) -> Partial:
-    """Attend each row's queries to its path of nodes alone, without a causal rule.
+    """Attend each row's queries ``[rows, heads, queries, head_dim]`` to its path of nodes alone, with no causal rule.
 
-    Args:
-        query: ``[rows, heads, queries, head_dim]``.
-        forest: Forest of that many rows, with at least one node.
-        segments: Keys and values in the query's dtype, on its device.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-
-    Returns:
-        As `forest_attention`; the empty partial for rows without nodes.
+    The forest has at least one node. Returns as `forest_attention`; the empty partial for rows without nodes.
     """
     rows, heads, queries, head_dim = query.shape
     kv_heads = segments[forest.nodes[0].span.segment].keys.shape[0]
@@ -125,20 +111,19 @@ def _per_head(packed: Partial, heads: int, queries: int) -> Partial:
     return Partial(out.reshape(len(out), heads, queries, out.shape[-1]), lse.reshape(len(lse), heads, queries))
 
 
-def _oldest_seen(kv: ForestKV, queries: int, queries_per_kv_head: int, window: int) -> Tensor:
-    """Position in its row of the oldest token that each packed query sees; negative if the window is longer.
+def _positions(kv: ForestKV, queries: int, queries_per_kv_head: int) -> Tensor:
+    """Position of each packed query in its row, ``[rows, queries_per_kv_head]`` int64.
 
-    ``[rows, queries_per_kv_head]`` int64 on the CPU, because it decides which keys are read.
+    They are on the CPU, because they decide which keys are read.
     """
     host: dict[str, Any] = {"dtype": torch.long, "device": "cpu"}
     ends = torch.tensor(kv.forest.context_lengths, **host) + torch.tensor(kv.lengths(), **host)
-    position = torch.arange(queries, **host).repeat(queries_per_kv_head // queries)
-    return ends[:, None] - queries + position - window + 1
+    return ends[:, None] - queries + torch.arange(queries, **host).repeat(queries_per_kv_head // queries)
 
 
-def _relative_to_starts(oldest: Tensor, starts: Sequence[int]) -> Tensor:
-    """`oldest`, counted from where the node or suffix of each row starts instead of from the row's first token."""
-    return oldest - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
+def _relative_to_starts(positions: Tensor, starts: Sequence[int]) -> Tensor:
+    """Positions counted from where the node or suffix of each row starts instead of from the row's first token."""
+    return positions - torch.tensor(starts, dtype=torch.long, device="cpu")[:, None]
 
 
 def _level_partial(
@@ -146,19 +131,19 @@ def _level_partial(
     batches: Sequence[tuple[Node, ...]],
     segments: Segments,
     dense: DenseAttention,
-    oldest: Tensor | None,
+    positions: Tensor | None,
 ) -> Partial:
     """Attention of all rows over the nodes of one depth; the empty partial for rows without one."""
     outs, lses, row = [], [], 0
     for batch in batches:
         rows = slice(batch[0].row_start, batch[-1].row_stop)
-        part = _nodes_partial(packed[rows], batch, segments, dense, None if oldest is None else oldest[rows])
+        part = _nodes_partial(packed[rows], batch, segments, dense, None if positions is None else positions[rows])
         if gap := batch[0].row_start - row:
             outs.append(part.out.new_zeros(gap, *part.out.shape[1:]))
             lses.append(part.lse.new_full((gap, *part.lse.shape[1:]), -torch.inf))
         outs.append(part.out)
         lses.append(part.lse)
-        row = batch[-1].row_stop
+        row = rows.stop
     if gap := packed.shape[0] - row:
         outs.append(outs[0].new_zeros(gap, *outs[0].shape[1:]))
         lses.append(lses[0].new_full((gap, *lses[0].shape[1:]), -torch.inf))
@@ -166,11 +151,10 @@ def _level_partial(
 
 
 def _nodes_partial(
-    packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, oldest: Tensor | None
+    packed: Tensor, nodes: tuple[Node, ...], segments: Segments, dense: DenseAttention, positions: Tensor | None
 ) -> Partial:
     """Attention of ``[rows, kv_heads, queries_per_kv_head, head_dim]`` over the rows' alike nodes, each read once."""
-    segment = segments[nodes[0].span.segment]
-    keys, values = as_batch(segment.keys, nodes), as_batch(segment.values, nodes)
+    keys, values = as_batch(segments[nodes[0].span.segment], nodes)
     rows, kv_heads, queries_per_kv_head, _ = packed.shape
     count, rows_per_node = len(nodes), rows // len(nodes)
     # Pack the queries of a node's rows as one sequence.
@@ -179,11 +163,8 @@ def _nodes_partial(
         .transpose(1, 2)
         .reshape(count, kv_heads, -1, packed.shape[-1])
     )
-    oldest = None if oldest is None else oldest.view(count, rows_per_node * queries_per_kv_head)
-    if oldest is None:
-        out, lse = dense.partial(side_by_side, keys, values)
-    else:
-        out, lse = dense.windowed_partial(side_by_side, keys, values, oldest)
+    positions = None if positions is None else positions.view(count, rows_per_node * queries_per_kv_head)
+    out, lse = dense.partial_at(side_by_side, keys, values, positions)
     return Partial(
         out.view(count, kv_heads, rows_per_node, queries_per_kv_head, -1)
         .transpose(1, 2)
@@ -194,19 +175,18 @@ def _nodes_partial(
     )
 
 
-def as_batch(stored: Tensor, nodes: Sequence[Node]) -> Tensor:
+def as_batch(segment: Segment, nodes: Sequence[Node]) -> Segment:
     """Alike nodes of ``[kv_heads, tokens, head_dim]`` as one view ``[nodes, kv_heads, length, head_dim]``."""
-    first = nodes[0].span
-    if nodes[-1].span.stop > stored.shape[1]:
-        raise ValueError(f"{nodes[-1].span} lies outside its segment of {stored.shape[1]} tokens")
+    first, last = nodes[0].span, nodes[-1].span
+    if last.start + last.length > segment.keys.shape[1]:
+        raise ValueError(f"{last} lies outside its segment of {segment.keys.shape[1]} tokens")
     spacing = nodes[1].span.start - first.start if len(nodes) > 1 else 0
-    heads, _, head_dim = stored.shape
-    strides = stored.stride()
-    return stored.as_strided(
-        (len(nodes), heads, first.length, head_dim),
-        (spacing * strides[1], *strides),
-        stored.storage_offset() + first.start * strides[1],
-    )
+    parts = []
+    for stored in segment:
+        strides, (heads, _, head_dim) = stored.stride(), stored.shape
+        shape, start = (len(nodes), heads, first.length, head_dim), stored.storage_offset() + first.start * strides[1]
+        parts.append(stored.as_strided(shape, (spacing * strides[1], *strides), start))
+    return Segment(*parts)
 
 
 def _suffix_partial(
@@ -215,29 +195,25 @@ def _suffix_partial(
     kv: ForestKV,
     bounds: tuple[int, int],
     dense: DenseAttention,
-    oldest: Tensor | None,
+    positions: Tensor | None,
 ) -> Partial:
-    """Attention of each row over its own suffix, causal among its last `queries` tokens, from `oldest` on.
+    """Attention of each row over its own suffix, causal among its last `queries` tokens.
 
     `bounds` are the shortest and the longest suffix.
     """
     shortest, longest = bounds
     keys, values = kv.suffix.keys[:, :, :longest], kv.suffix.values[:, :, :longest]
     if longest == shortest and queries == 1 and kv.seen is None:  # of a step, which need not make `seen` on the CPU
-        return (
-            dense.partial(packed, keys, values)
-            if oldest is None
-            else dense.windowed_partial(packed, keys, values, oldest)
-        )
+        return dense.partial_at(packed, keys, values, positions)
     seen = kv.seen_by(queries)
     if longest == shortest and (not seen.numel() or int(seen.min()) == longest):
-        return dense.windowed_partial(packed, keys, values, oldest)
+        return dense.partial_at(packed, keys, values, positions)
     earlier = None
     if longest == shortest:
         # Only the queries' own tokens need a causal mask, on a small square.
         old = max(0, longest - queries)
-        earlier = dense.windowed_partial(packed, keys[:, :, :old], values[:, :, :old], oldest)
-        oldest = None if oldest is None else oldest - old
+        earlier = dense.partial_at(packed, keys[:, :, :old], values[:, :, :old], positions)
+        positions = None if positions is None else positions - old
         keys, values, seen = keys[:, :, old:], values[:, :, old:], seen - old
     else:
         dense.raise_if_forced("suffixes of unequal length")
@@ -245,11 +221,12 @@ def _suffix_partial(
     seen = seen.to(packed.device).repeat(1, packed.shape[2] // queries)
     token = torch.arange(keys.shape[2], device=packed.device)
     visible = token < seen[..., None]
-    if oldest is not None:
-        visible &= token >= oldest.to(packed.device)[..., None]
+    if dense.window is not None and positions is not None:
+        visible &= token > positions.to(packed.device)[..., None] - dense.window
     # Values past a row's length are undefined, and 0 * NaN is NaN.
     values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
-    own = plain_partial(packed, keys, values, dense.scale, visible=visible[:, None], softcap=dense.softcap)
+    options: dict[str, Any] = {"softcap": dense.softcap, "bias": dense.bias(positions, keys)}
+    own = plain_partial(packed, keys, values, dense.scale, visible=visible[:, None], **options)
     return own if earlier is None else merge(own, earlier)
 
 
@@ -284,9 +261,9 @@ class AlikeInputs(NamedTuple):
 
     @classmethod
     def of(cls, segment: Segment, nodes: Sequence[Node]) -> AlikeInputs:
-        """Those of neighbouring nodes of a segment."""
+        """The inputs of neighbouring nodes of a segment."""
         rows = slice(nodes[0].row_start, nodes[-1].row_stop)
-        return cls(rows, Segment(*(as_batch(part, nodes) for part in segment)))
+        return cls(rows, as_batch(segment, nodes))
 
 
 def attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
@@ -303,58 +280,6 @@ def attend_alike(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> T
     width = values.shape[-1]
     by_head = out.reshape(inputs, kv_heads, rows // inputs, per_kv_head, queries, width)
     return by_head.permute(0, 2, 4, 1, 3, 5).reshape(rows, queries, heads, width)
-
-
-def biases_at(biases: Tensor, distances: Tensor) -> Tensor:
-    """Biases of pairs of tokens: ``[heads, ...]``; distances, int64 ``[...]``, below 0 are of keys that are hidden."""
-    return biases[:, distances.clamp(0, biases.shape[1] - 1)]
-
-
-def biased_forest_attention(query: Tensor, kv: ForestKV, scale: float, biases: Tensor) -> Partial:
-    """As `decode_ops.forest_attention`, with biases by distance.
-
-    Args:
-        query: ``[rows, heads, queries, head_dim]``; as many heads as keys have.
-        biases: ``[heads, distances]`` fp32, the last for all tokens that are farther.
-    """
-    _, heads, queries, _ = query.shape
-    if heads != kv.suffix.keys.shape[1]:
-        raise Unsupported("biases by distance are for layers with as many KV heads as query heads")
-    seen = kv.seen_by(queries)
-    contexts = torch.tensor(kv.forest.context_lengths, dtype=torch.long, device="cpu")
-    ends = (contexts[:, None] + seen - 1).to(query.device)  # [rows, queries]: the queries' positions in their rows
-    merged = _biased_suffix_partial(query, kv, scale, biases, seen.to(query.device))
-    for starts, level in zip(kv.forest.starts, kv.forest.levels, strict=True):
-        parts = Partial(torch.zeros_like(merged.out), torch.full_like(merged.lse, -torch.inf))
-        for node in level:
-            own = slice(node.row_start, node.row_stop)
-            part = _node_partial(query[own], kv.node(node.span), node, scale, biases, ends[own] - starts[own.start])
-            parts.out[own], parts.lse[own] = part
-        merged = merge(merged, parts)
-    return merged
-
-
-def _biased_suffix_partial(query: Tensor, kv: ForestKV, scale: float, biases: Tensor, seen: Tensor) -> Partial:
-    _, longest = kv.suffix_bounds
-    keys, values = (part[:, :, :longest] for part in kv.suffix)
-    ages = seen[..., None] - 1 - torch.arange(longest, device=query.device)  # [rows, queries, longest]
-    visible = ages >= 0
-    # Values past a row's length are undefined, and 0 * NaN is NaN.
-    values = values.masked_fill(~visible.any(1)[:, None, :, None], 0.0)
-    bias = biases_at(biases, ages).transpose(0, 1)
-    return plain_partial(query, keys, values, scale, visible=visible[:, None], bias=bias)
-
-
-def _node_partial(query: Tensor, node_kv: Segment, node: Node, scale: float, biases: Tensor, ends: Tensor) -> Partial:
-    """Attention of the node's rows; `ends` are their queries' positions, counted from the node's first token."""
-    rows, _, queries, _ = query.shape
-    ages = ends[..., None] - torch.arange(node.span.length, device=query.device)
-    bias = biases_at(biases, ages).flatten(1, 2)  # [heads, rows * queries, length]
-    packed = query.transpose(0, 1).flatten(1, 2)
-    part = plain_partial(packed, *node_kv, scale, bias=bias)
-    return Partial(
-        part.out.unflatten(1, (rows, queries)).transpose(0, 1), part.lse.unflatten(1, (rows, queries)).transpose(0, 1)
-    )
 
 
 def biased_causal_attention(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,131 +118,121 @@ def _multiplies_half(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and not x.requires_grad
 
 
-def _flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)
+def _fused(operator: str, query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    """Attention by a fused operator of PyTorch that returns the log-sum-exp."""
+    aten, inputs = torch.ops.aten, (query, keys, values)
+    if operator == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
+        return Partial(out.to(lse.dtype), lse)
+    if operator == "flash":
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, scale=scale)
+    elif operator == "cudnn":
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*inputs, None, True, 0.0, causal, scale=scale)
+        lse = lse.view(out.shape[:-1])
+    else:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
+        lse = lse[..., : query.shape[-2]]  # the operator pads queries to a multiple of 32
     return Partial(out.float(), lse)
 
 
-def _cudnn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, keys, values, None, True, 0.0, causal, scale=scale
-    )
-    return Partial(out.float(), lse.view(out.shape[:-1]))
+class _Inputs(NamedTuple):
+    """The properties of a dense attention's tensors on which the choice of its operator depends."""
 
+    device: str
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    needs_gradient: bool
+    is_large: bool
 
-def _efficient(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, keys, values, None, True, 0.0, causal, scale=scale
-    )
-    return Partial(out.float(), lse[..., : query.shape[-2]])  # the operator pads queries to a multiple of 32
-
-
-def _cpu(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, scale=scale
-    )
-    return Partial(out.to(lse.dtype), lse)
-
-
-def _plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    visible = causal_mask(query.shape[-2], query.device) if causal else None
-    return plain_partial(query, keys, values, scale, visible=visible)
-
-
-_OPERATORS: dict[str, Callable[[Tensor, Tensor, Tensor, float, bool], Partial]] = {
-    "flash": _flash,
-    "cudnn": _cudnn,
-    "efficient": _efficient,
-    "cpu": _cpu,
-    "plain": _plain,
-}
-
-
-def _refusal(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why `backend` does not support these tensors; None when it does."""
-    head_dim, value_dim = query.shape[-1], values.shape[-1]
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if backend == "plain":
+    def refusal(self, operator: str) -> str | None:
+        """Why an operator does not support them; None when it does."""
+        half = self.dtype in (torch.float16, torch.bfloat16)
+        if operator == "plain":
+            return None
+        if self.needs_gradient:
+            return "torch.no_grad() is off and a gradient is needed, but its log-sum-exp, which merges parts, has none"
+        if (self.device == "cpu") != (operator == "cpu") or self.device not in ("cpu", "cuda"):
+            return f"it does not run on device {self.device!r}"
+        if self.head_dim != self.value_dim:
+            return f"it needs one head_dim for keys and values, got {self.head_dim} and {self.value_dim}"
+        if operator in ("flash", "cudnn"):
+            bound = 256 if operator == "flash" else 128
+            if not half:
+                return f"it takes float16 and bfloat16, got {self.dtype}"
+            if self.head_dim > bound or self.head_dim % 8:
+                return f"it takes head_dim up to {bound} in multiples of 8, got {self.head_dim}"
+        if operator == "efficient" and (self.dtype == torch.float64 or self.head_dim % (8 if half else 4)):
+            return f"it takes fp32 and half precision and an aligned head_dim, got {self.dtype} and {self.head_dim}"
         return None
-    if torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad):
-        return "torch.no_grad() is off and a gradient is needed, but its log-sum-exp, which merges parts, has none"
-    if (query.device.type == "cpu") != (backend == "cpu") or query.device.type not in ("cpu", "cuda"):
-        return f"it does not run on device {query.device.type!r}"
-    if head_dim != value_dim:
-        return f"it needs one head_dim for keys and values, got {head_dim} and {value_dim}"
-    if backend in ("flash", "cudnn"):
-        bound = 256 if backend == "flash" else 128
-        if not half:
-            return f"it takes float16 and bfloat16, got {query.dtype}"
-        if head_dim > bound or head_dim % 8:
-            return f"it takes head_dim up to {bound} in multiples of 8, got {head_dim}"
-    if backend == "efficient" and (query.dtype == torch.float64 or head_dim % (8 if half else 4)):
-        return f"it takes fp32 and half precision and an aligned head_dim, got {query.dtype} and {head_dim}"
-    return None
+
+
+@lru_cache(1024)
+def _choose(backend: str, inputs: _Inputs) -> str:
+    if backend not in TORCH_BACKENDS:
+        raise BackendError(f"backend must be one of {', '.join(TORCH_BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        if reason := inputs.refusal(backend):
+            raise cannot_run(backend, reason)
+        return backend
+    candidates = ["cudnn"] * inputs.is_large + ["cpu", "flash", "efficient"]
+    return next((name for name in candidates if inputs.refusal(name) is None), "plain")
 
 
 def choose_operator(backend: str, query: Tensor, keys: Tensor, values: Tensor) -> str:
     """The name of the operator for dense attention over these tensors; BackendError if a forced one cannot run."""
-    if backend not in TORCH_BACKENDS:
-        raise BackendError(f"backend must be one of {', '.join(TORCH_BACKENDS)}, got {backend!r}")
-    if backend != "auto":
-        if reason := _refusal(backend, query, keys, values):
-            raise cannot_run(backend, reason)
-        return backend
-    candidates = ["cpu", "flash", "efficient"]
-    if keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES:
-        candidates.insert(0, "cudnn")
-    for name in candidates:
-        if _refusal(name, query, keys, values) is None:
-            return name
-    return "plain"
+    differentiable = query.requires_grad or keys.requires_grad or values.requires_grad
+    is_large = keys.shape[-2] >= _CUDNN_MIN_KEYS and query.shape[-2] >= _CUDNN_MIN_QUERIES
+    widths = query.shape[-1], values.shape[-1]
+    needs_gradient = differentiable and torch.is_grad_enabled()
+    return _choose(backend, _Inputs(query.device.type, query.dtype, *widths, needs_gradient, is_large))
 
 
-def dense_partial(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, *, causal: bool = False, backend: str = "auto"
-) -> Partial:
-    """Dense attention with the log-sum-exp.
-
-    Args:
-        query: ``[batch, heads, queries, head_dim]``.
-        keys: ``[batch, heads, length, head_dim]``.
-        values: ``[batch, heads, length, head_dim]``.
-        causal: Query ``j`` sees keys ``0..j``; needs ``queries == length``.
-        backend: One of `TORCH_BACKENDS`.
-    """
-    operator = choose_operator(backend, query, keys, values)
-    # On empty keys, fused operators crash (CPU) or return a log-sum-exp of +inf (flash).
-    if keys.shape[-2] == 0 or query.shape[-2] == 0:
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
-    return _OPERATORS[operator](query, keys, values, scale, causal)
+def biases_at(biases: Tensor, distances: Tensor) -> Tensor:
+    """Biases of pairs of tokens: ``[heads, ...]``; distances, int64 ``[...]``, below 0 are of keys that are hidden."""
+    return biases[:, distances.clamp(0, biases.shape[1] - 1)]
 
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Dense attention with a fixed scale, soft cap and backend, one of `TORCH_BACKENDS`."""
+    """Dense attention with fixed score options, see `Scoring`, and backend, one of `TORCH_BACKENDS`."""
 
     scale: float
     softcap: float | None = None
     backend: str = "auto"
+    window: int | None = None
+    distances: Tensor | None = None
 
-    def partial(self, query: Tensor, keys: Tensor, values: Tensor) -> Partial:
-        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys."""
+    def partial(self, query: Tensor, keys: Tensor, values: Tensor, *, causal: bool = False) -> Partial:
+        """Attention of packed queries ``[batch, heads, queries, head_dim]`` over all keys, with the log-sum-exp.
+
+        With `causal`, query ``j`` sees keys ``0..j``; it needs as many keys as queries, and no soft cap.
+        """
         if self.softcap is not None:
             self.raise_if_forced("a soft cap")
             return plain_partial(query, keys, values, self.scale, softcap=self.softcap)
-        return dense_partial(query, keys, values, self.scale, backend=self.backend)
+        operator = choose_operator(self.backend, query, keys, values)
+        # On empty keys, fused operators crash (CPU) or return a log-sum-exp of +inf (flash).
+        if keys.shape[-2] == 0 or query.shape[-2] == 0:
+            dtype = torch.promote_types(query.dtype, torch.float32)
+            return empty_partial((*query.shape[:-1], values.shape[-1]), query.device, dtype)
+        if operator == "plain":
+            visible = causal_mask(query.shape[-2], query.device) if causal else None
+            return plain_partial(query, keys, values, self.scale, visible=visible)
+        return _fused(operator, query, keys, values, self.scale, causal)
 
-    def windowed_partial(self, query: Tensor, keys: Tensor, values: Tensor, oldest: Tensor | None) -> Partial:
-        """`partial` over the keys from ``oldest`` on, ``[batch, queries]`` int64 on the CPU; over all when None.
+    def partial_at(self, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None) -> Partial:
+        """`partial` of queries at these positions among the keys, ``[batch, queries]`` int64 on the CPU.
 
-        Keys that no query sees are not read, and keys that all queries see need no mask.
+        Within the window, keys that no query sees are not read, and keys that all queries see need no mask. Positions
+        are None where there is neither a window nor a bias.
         """
-        if oldest is None and self.softcap is None:
-            return dense_partial(query, keys, values, self.scale, backend=self.backend)
-        if oldest is None or not oldest.numel():
+        if positions is None or not positions.numel():
             return self.partial(query, keys, values)
-        first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), keys.shape[2]) for bound in oldest.aminmax())
+        if self.window is None:
+            return plain_partial(query, keys, values, self.scale, bias=self.bias(positions, keys))
+        oldest, count = positions - self.window + 1, keys.shape[2]
+        first_seen_by_any, first_seen_by_all = (min(max(0, int(bound)), count) for bound in oldest.aminmax())
         part = self.partial(query, keys[:, :, first_seen_by_all:], values[:, :, first_seen_by_all:])
         if first_seen_by_any == first_seen_by_all:
             return part
@@ -249,6 +240,13 @@ class DenseAttention:
         visible = position >= oldest.to(query.device)[..., None]
         edge = keys[:, :, first_seen_by_any:first_seen_by_all], values[:, :, first_seen_by_any:first_seen_by_all]
         return merge(part, plain_partial(query, *edge, self.scale, visible=visible[:, None], softcap=self.softcap))
+
+    def bias(self, positions: Tensor | None, keys: Tensor) -> Tensor | None:
+        """Bias of scores by distance, ``[batch, heads, queries, length]``; hidden keys get any bias."""
+        if self.distances is None or positions is None:
+            return None
+        distances = positions.to(keys.device)[..., None] - torch.arange(keys.shape[2], device=keys.device)
+        return biases_at(self.distances, distances).transpose(0, 1)
 
     def raise_if_forced(self, what: str) -> None:
         """Raise if a fused operator is forced: none computes `what` with a log-sum-exp."""

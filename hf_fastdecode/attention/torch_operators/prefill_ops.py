@@ -1,7 +1,8 @@
 """Prefill attention by PyTorch's operators: runs of tokens over their contexts and, causally, over themselves.
 
-A forward pass concatenates many runs. Causal attention of all runs of one length is one batched call. The queries of
-all runs that share a context are packed, so that the context is read once, as in a decode step.
+A *run* is a sequence's consecutive tokens; a pass concatenates many. Causal attention of all runs of one length is one
+batched call. The queries of all runs that share a context are packed, so that the context is read once, as in a decode
+step.
 
 A prefill pass captured in a CUDA graph computes a row of fixed length that ends in padding: shapes and operators
 depend on that length only, so that one capture serves every number of real tokens. Padding comes last, where causal
@@ -11,7 +12,10 @@ as a partial, both computed on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +23,126 @@ from torch import Tensor
 
 from ..kv import Scoring
 from ..partial import Partial, merge
-from ..runs import PackedRuns, Place, Run
-from .operators import DenseAttention, causal_mask, dense_partial, plain_partial, with_sinks
+from .operators import DenseAttention, causal_mask, plain_partial, with_sinks
+
+Name = TypeVar("Name", bound=Hashable)
+
+Place = slice | Tensor
+"""Indices of tokens in a forward pass."""
+
+Stored = Callable[[Hashable], tuple[Tensor, Tensor]]
+"""Keys and values of a context by its name, each ``[kv_heads, length, head_dim]``."""
+
+
+class Intervals(NamedTuple):
+    """An interval of keys for each token of a pass, which sees these, as the prefill kernel takes them.
+
+    Attributes:
+        own: ``[3, tokens]`` int32: every token, and the first and the last of the pass's own tokens that it sees.
+        contexts: Likewise by the name of a context, for the tokens that see any of its tokens.
+    """
+
+    own: Tensor
+    contexts: list[tuple[Hashable, Tensor]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive tokens of one sequence.
+
+    Attributes:
+        length: Number of tokens, at least 1.
+        context: Names of the stored contexts before them, in order.
+    """
+
+    length: int
+    context: tuple[Hashable, ...] = ()
+
+
+class PackedRuns:
+    """The runs of a forward pass, and where their tokens lie in it: the same for all layers.
+
+    Args:
+        runs: At least one, in the order of their tokens.
+
+    Attributes:
+        contexts: The names of all their contexts.
+    """
+
+    def __init__(self, runs: Sequence[Run]):
+        self.runs = runs
+        self.contexts = list(dict.fromkeys(name for run in runs for name in run.context))
+        self._starts = list(accumulate((run.length for run in runs), initial=0))
+        self._by_length: dict[torch.device, list[tuple[Place, tuple[int, int]]]] = {}
+        self._by_context: dict[torch.device, list[tuple[Hashable, Place]]] = {}
+        self._intervals: dict[tuple[torch.device, int | None], Intervals] = {}
+
+    def by_length(self, device: torch.device) -> list[tuple[Place, tuple[int, int]]]:
+        """Place, count and length of the runs of each length."""
+        if device not in self._by_length:
+            alike = _grouped((run.length, index) for index, run in enumerate(self.runs))
+            self._by_length[device] = [
+                (self._place_of(found, device), (len(found), length)) for length, found in alike.items()
+            ]
+        return self._by_length[device]
+
+    def by_context(self, device: torch.device) -> list[tuple[Hashable, Place]]:
+        """Each context's name, with the positions of the runs that it comes before."""
+        if device not in self._by_context:
+            readers = _grouped((name, index) for index, run in enumerate(self.runs) for name in run.context)
+            self._by_context[device] = [(name, self._place_of(found, device)) for name, found in readers.items()]
+        return self._by_context[device]
+
+    def outgrow(self, window: int, stored: Stored) -> bool:
+        """Whether a window hides any token of a run or its context from a token of the run."""
+        return any(run.length + sum(_lengths(run, stored)) > window for run in self.runs)
+
+    def intervals(self, device: torch.device, window: int | None, stored: Stored) -> Intervals:
+        """The keys that each token sees, under a window if given."""
+        if (device, window) not in self._intervals:
+            self._intervals[device, window] = self._make_intervals(device, window, stored)
+        return self._intervals[device, window]
+
+    def _make_intervals(self, device: torch.device, window: int | None, stored: Stored) -> Intervals:
+        own, contexts = [], dict[Hashable, list[Tensor]]()
+        for run, start in zip(self.runs, self._starts, strict=False):
+            token = torch.arange(start, start + run.length, dtype=torch.int32, device="cpu")
+            reach = run.length if window is None else window
+            own.append(torch.stack([token, (token - reach + 1).clamp_min(start), token]))
+            lengths = _lengths(run, stored)
+            for index, (name, length) in enumerate(zip(run.context, lengths, strict=True)):
+                distance = sum(lengths[index:])  # from the context's first token to the run's
+                reach = distance + run.length if window is None else window
+                seeing = token[: max(0, length + reach - 1 - distance)]  # the run's first tokens, or all
+                first = (seeing - start + distance - reach + 1).clamp_min(0)
+                contexts.setdefault(name, []).append(torch.stack([seeing, first, torch.full_like(first, length - 1)]))
+        joined = {name: torch.cat(parts, 1) for name, parts in contexts.items()}
+        return Intervals(
+            torch.cat(own, 1).to(device), [(name, part.to(device)) for name, part in joined.items() if part.shape[1]]
+        )
+
+    def _place_of(self, indices: Sequence[int], device: torch.device) -> Place:
+        """Token indices of some runs, in order; a slice where they are adjacent."""
+        if all(after == before + 1 for before, after in pairwise(indices)):
+            return slice(self._starts[indices[0]], self._starts[indices[-1] + 1])
+        places = [torch.arange(self._starts[index], self._starts[index + 1], device="cpu") for index in indices]
+        return torch.cat(places).to(device)
+
+
+def _lengths(run: Run, stored: Stored) -> list[int]:
+    """Tokens of each context of a run; those that know their length are not read for it."""
+    known = (getattr(name, "length", None) for name in run.context)
+    return [
+        stored(name)[0].shape[1] if length is None else length for name, length in zip(run.context, known, strict=True)
+    ]
+
+
+def _grouped(pairs: Iterable[tuple[Name, int]]) -> dict[Name, list[int]]:
+    found: dict[Name, list[int]] = {}
+    for name, index in pairs:
+        found.setdefault(name, []).append(index)
+    return found
+
 
 _MASKED_QUERIES = 512
 """Queries per call of a prefill under a window or a soft cap, which reads the keys that any of them sees."""
@@ -42,19 +164,12 @@ def causal_attention(
     """Attention of each run of tokens over its context and, causally, over itself.
 
     Args:
-        query: ``[heads, tokens, head_dim]``, all runs concatenated.
-        keys: ``[kv_heads, tokens, head_dim]``.
-        values: ``[kv_heads, tokens, head_dim]``.
-        scale: Factor on the scores.
+        query: ``[heads, tokens, head_dim]``, all runs concatenated, as the result, in the query's dtype.
+        keys: ``[kv_heads, tokens, head_dim]``, as `values`.
         runs: At least one; their lengths add up to ``tokens``.
         stored: Keys and values of a context by its name, each ``[kv_heads, length, head_dim]``.
-        softcap: When given, scores become ``softcap * tanh(scores / softcap)``.
-        window: When given, a query sees only the last ``window`` tokens up to and including its own.
-        sinks: ``[heads]``: when given, the score of one more key per query head, with value 0.
+        sinks: As `softcap` and `window`, see `Scoring`.
         backend: One of `TORCH_BACKENDS`.
-
-    Returns:
-        ``[heads, tokens, head_dim]`` in the query's dtype.
     """
     packed = runs if isinstance(runs, PackedRuns) else PackedRuns(runs)
     dense = DenseAttention(scale, softcap, backend)
@@ -100,15 +215,9 @@ def _causal_out(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Te
 
 
 def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAttention) -> Partial:
-    """Causal attention of runs of one length, each over itself.
+    """Causal attention of ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``, each run over itself.
 
-    Args:
-        query: ``[kv_heads, heads_per_kv_head, runs, length, head_dim]``.
-        keys: ``[kv_heads, runs * length, head_dim]``.
-        values: The same.
-
-    Returns:
-        ``out`` ``[kv_heads, heads_per_kv_head, runs * length, head_dim]``, and ``lse`` without the last dimension.
+    Keys and values are ``[kv_heads, runs * length, head_dim]``, and ``out`` is laid out as these, by query head.
     """
     _, heads_per_kv_head, count, length, _ = query.shape
     keys, values = (part.unflatten(1, (count, length)) for part in (keys, values))
@@ -118,15 +227,13 @@ def _causal_partial(query: Tensor, keys: Tensor, values: Tensor, dense: DenseAtt
     elif count == 1:
         one = query[:, :, 0].transpose(0, 1)
         keys, values = (_batched_by_head(own[:, 0], heads_per_kv_head) for own in (keys, values))
-        part = dense_partial(one, keys, values, dense.scale, causal=True, backend=dense.backend)
+        part = dense.partial(one, keys, values, causal=True)
         part = Partial(part.out.transpose(0, 1)[:, :, None], part.lse.transpose(0, 1)[:, :, None])
     else:
         # The runs become the batch, for one query head of each KV head at a time.
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         heads = [
-            dense_partial(
-                query[:, head].transpose(0, 1), keys, values, dense.scale, causal=True, backend=dense.backend
-            )
+            dense.partial(query[:, head].transpose(0, 1), keys, values, causal=True)
             for head in range(heads_per_kv_head)
         ]
         part = Partial(
@@ -260,13 +367,9 @@ def _between(parts: Sequence[tuple[Tensor, Tensor]], first: int, stop: int) -> t
 
 
 def separating_bias(runs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bias by which a token sees the tokens of its own run up to itself.
+    """Bias ``[tokens, tokens]``: 0 where a token (row) sees a key of its own run up to itself, else ``-inf``.
 
-    Args:
-        runs: ``[tokens]`` int64: number of each token's run; padding has one of its own.
-
-    Returns:
-        ``[tokens, tokens]``: 0 where the query (row) sees the key (column), else ``-inf``.
+    `runs` are numbers of the tokens' runs, int64; padding has one of its own.
     """
     visible = (runs[:, None] == runs) & causal_mask(len(runs), runs.device)
     return torch.zeros(visible.shape, dtype=dtype, device=runs.device).masked_fill_(~visible, -torch.inf)
@@ -284,15 +387,11 @@ def padded_causal_attention(
     """Attention of a row's tokens over the tokens up to themselves, merged with that over their stored contexts.
 
     Args:
-        query: ``[heads, tokens, head_dim]``.
-        keys: ``[kv_heads, tokens, head_dim]``.
-        values: ``[kv_heads, tokens, value_dim]``.
+        query: ``[heads, tokens, head_dim]``; the result is of value_dim, in its dtype, undefined for padding.
+        keys: ``[kv_heads, tokens, head_dim]``; values may have another width.
         scoring: Without a window.
         bias: ``[tokens, tokens]`` in the query's dtype, see `separating_bias`; None if the row is a single run.
         context: ``out`` ``[heads, tokens, value_dim]``, if any tokens have a context.
-
-    Returns:
-        ``[heads, tokens, value_dim]`` in the query's dtype; undefined for padding.
     """
     kv_heads, softcap = keys.shape[0], scoring.softcap
     grouped = query.unflatten(0, (kv_heads, -1))  # [kv_heads, heads_per_kv_head, tokens, head_dim]
@@ -326,11 +425,11 @@ def _out(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tens
 
 
 def _partial(grouped: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Partial:
-    """The same as a partial, ``out`` ``[kv_heads, heads_per_kv_head, tokens, value_dim]``."""
+    """Attention to merge with others: ``out`` ``[kv_heads, heads_per_kv_head, tokens, value_dim]``."""
     query = grouped.transpose(0, 1)
     keys, values = (_batched_by_head(part, grouped.shape[1]) for part in (keys, values))
     if bias is None:
-        part = dense_partial(query, keys, values, scale, causal=True)
+        part = DenseAttention(scale).partial(query, keys, values, causal=True)
     elif query.is_cuda and not query.shape[-1] % 8 and not values.shape[-1] % 8:
         scores = bias.expand(*query.shape[:2], -1, -1)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(

@@ -1,1 +1,1 @@
-"""What each kind of layer stores in a shared-context cache: one file per kind."""
+"""Kinds of layers of a shared-context cache, a file each."""

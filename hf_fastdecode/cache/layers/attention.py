@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..._compat import CACHE
 from ...attention.forest import Forest, Span
-from ...attention.kv import Segment
-from ...attention.placeholders import SharedKV
+from ...attention.kv import Segment, SharedKV
 from ...errors import Unsupported
 from ..handles import DecodeKV, PrefillKV, StoredLayer, packed
 from ..state import Pass, SharedState
@@ -20,7 +19,7 @@ from ..storage import TokenStorage
 from ..stores import Store
 
 REMEDY = "make it with hf_fastdecode.prefill(model, ...) of this model"
-"""What to do about a cache that another model filled."""
+"""Remedy for a cache that another model filled."""
 
 
 def require_dtype(computed: torch.dtype, stored: Sequence[Tensor] | None, what: str = "keys") -> None:
@@ -41,7 +40,7 @@ def no_tensor(name: str) -> str:
 
 
 def other_heads(held: tuple[int, int], got: tuple[int, int]) -> str:
-    """Why a layer's tokens are not those of a model, for errors: each as KV heads, and numbers of a head."""
+    """Why a layer's tokens are not those of a model, for errors: each as KV heads, and elements of a head."""
     return f"the cache holds {held[0]} KV heads of {held[1]} numbers, the model has {got[0]} of {got[1]}; {REMEDY}"
 
 
@@ -81,14 +80,14 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         StoredLayer.__init__(self, state, index, store, TokenStorage() if storage is None else storage)
         self.appended = 0
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
     def update(
         self,
-        key_states: Tensor,
-        value_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
         *args: Any,
         suffix_parts: Segment | None = None,
         **kwargs: Any,
@@ -96,8 +95,8 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         """Store new tokens.
 
         Args:
-            key_states: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
-            value_states: The same shape.
+            keys: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
+            values: The same shape.
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
@@ -111,24 +110,23 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
             Unsupported: A pass by transformers' own attention has other rows or positions than its prompts.
         """
         current, storage = self.state.current, self.storage
-        if current.tensors is not None and current.tensors != (len(key_states), key_states.shape[2]):
+        if current.tensors is not None and current.tensors != (len(keys), keys.shape[2]):
             rows, width = current.tensors
             raise Unsupported(
-                f"the model makes {len(key_states)} rows of {key_states.shape[2]} positions of {rows} prompts of "
-                f"{width} tokens"
+                f"the model makes {len(keys)} rows of {keys.shape[2]} positions of {rows} prompts of {width} tokens"
             )
-        parts = storage.parts_of(key_states, value_states, *args, **kwargs)
+        parts = storage.parts_of(keys, values, *args, **kwargs)
         if current.positions is not None:
             parts = Segment._make(packed(part, current.positions) for part in parts)
-        storage.describe(suffix_parts or parts)
         if not self.is_initialized:
+            storage.describe(suffix_parts or parts)
             self.lazy_initialization(*parts)
         handle: SharedKV
         if current.items:
             handle = self._fill(current, parts, suffix_parts or parts)
             if current.tensors is not None:
                 self.report("prefill", "each input once, transformers' own attention")
-                return key_states, value_states
+                return keys, values
         else:
             handle = DecodeKV(self, parts, self._make_room(parts))
         return handle, handle
@@ -164,8 +162,9 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
     def _make_room(self, parts: Segment) -> Pass:
         """Allocate suffix capacity for a step's tokens, which the attention handle writes; returns the step."""
         rows, _, queries, _ = parts[0].shape
-        state, held = self.state, self.storage.suffix_example
-        if held is not None and held[0].dtype != parts[0].dtype:
+        state, suffix, suffixes = self.state, self.storage.suffix, self.state.suffixes
+        held = suffix or self.storage.suffix_example or parts
+        if held[0].dtype != parts[0].dtype:
             require_dtype(parts[0].dtype, held)
         if state.forest is None:
             state.forest = Forest(rows)
@@ -174,15 +173,16 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
                 f"the cache holds {state.forest.rows} rows, got keys for {rows}; expand it with "
                 "batch_repeat_interleave, or pass it to generate of a model that is enabled, which does"
             )
-        for new, old in zip(parts, held or parts, strict=True):
+        for new, old in zip(parts, held, strict=True):
             if new.shape[-1] != old.shape[-1] or new.shape[-3] != old.shape[-3]:
                 raise ValueError(other_heads((old.shape[-3], old.shape[-1]), (new.shape[-3], new.shape[-1])))
-        step, suffix = state.step(queries), self.storage.suffix
-        after = state.suffixes.lengths.longest + queries
+        step, after = state.current, suffixes.lengths.longest + queries
+        if step.before is not suffixes.lengths or step.forest is not state.forest or step.queries != queries:
+            step = state.step(queries)  # once for all layers
         if suffix is None or suffix[0].shape[2] < step.capacity:
             self._grow(after, Segment._make(part[0] for part in parts))
-        if state.suffixes.origins is not None:
-            state.suffixes.origins.append(after)
+        if suffixes.origins is not None:
+            suffixes.origins.append(after)
         self.appended = queries
         return step
 
@@ -198,9 +198,9 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         """Allocate room for `tokens` suffix tokens per row, see `TokenStorage.grow`."""
         state = self.state
         assert state.forest is not None
-        room, used = state.suffix_room(tokens), state.suffix_shard.count(state.suffixes.longest)
-        most = None if state.max_suffix is None else state.suffix_room(state.max_suffix)
-        return self.storage.grow(state.forest.rows, room, used, like, most)
+        capacity, used = state.division.room(tokens), state.division.suffix_shard.count(state.suffixes.longest)
+        most = None if state.max_suffix is None else state.division.room(state.max_suffix)
+        return self.storage.grow(state.forest.rows, capacity, used, like, most)
 
     @property
     def batch_size(self) -> int:
@@ -231,7 +231,57 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
+    def captured(self, state: SharedState, buffers: Iterator[Any]) -> Any:
+        """The layer in the view of a captured pass; `buffers` are for what layers store per row."""
+        return CapturedLayer(self, state)
+
     def offload(self) -> None:
         raise NotImplementedError("a SharedContextCache cannot be offloaded; use transformers' DynamicCache for that")
 
     prefetch = offload
+
+
+class LayerOfACapture(CacheLayerMixin):
+    """A layer whose storage and lengths are known to the capture alone.
+
+    Positions are passed as tensors: lengths read here would be constants in the graph.
+    """
+
+    is_sliding = False
+
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        """No-op: who captures allocates the storage."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class CapturedLayer(StoredLayer, LayerOfACapture):
+    """A layer of a captured pass, `state.current`, which reads and writes what the pass says.
+
+    Attributes:
+        in_place: The batch's suffixes, where these are captured in place; else None.
+    """
+
+    def __init__(self, layer: SharedContextLayer, state: SharedState):
+        CacheLayerMixin.__init__(self)
+        in_place = layer.storage.captured_in_place and state.current.tables is not None
+        storage = layer.storage if in_place else layer.storage.empty()
+        StoredLayer.__init__(self, state, layer.index, layer.store, storage)
+        self.in_place, self.is_initialized = storage.suffix, True
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[SharedKV, SharedKV]:
+        parts, current = self.storage.parts_of(keys, values, *args, **kwargs), self.state.current
+        handle: SharedKV
+        if current.padded is None:
+            handle = DecodeKV(self, parts, current)
+        else:
+            own = current.padded.write(self.index, parts)
+            handle = PrefillKV(self, own, own)
+        return handle, handle

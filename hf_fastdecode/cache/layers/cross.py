@@ -1,15 +1,20 @@
-"""Cross-attention of encoder-decoders: keys and values of the encoder's output, once for all samples and beams.
+"""Cross-attention: keys and values of an encoder's output, or of images, once for all samples and beams of an input.
 
 The keys and values of an input never grow. Each layer computes those of all distinct inputs in its first pass, keeps
 the tokens that the model's mask shows, end to end, and later passes read an input's tokens as a node of all its rows.
 
 Which input a row reads follows from the node that its path begins with: prompts of different inputs share no node,
-since all layers behind the first cross-attention compute with the encoder's output.
+since all layers after the first cross-attention compute with the encoder's output.
+
+Images that a decoder's own layers attend to (Mllama) are stored alike. Such layers lie between those that attend to
+tokens, and hold keys and values of images in their places of one cache. A prompt's pass computes them, by
+transformers' own attention, in which each token sees the images that a mask of the model says. Tokens after a prompt
+see what its last token does: of that, the keys and values are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -22,23 +27,14 @@ from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.active_passes import cast
-from ...attention.forest import Forest, Path, Span
-from ...attention.kv import Scoring, Segment
-from ...attention.placeholders import CrossKV
+from ...attention.forest import Begin, Forest, Span, begin_of
+from ...attention.kv import CrossKV, Scoring, Segment
 from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
-
-Begin = tuple[int, int]
-"""Where a path of nodes begins: the number of its first segment, and the place in it of the first token."""
-
-
-def begin_of(path: Path) -> Begin:
-    """The beginning of a path, which is not empty."""
-    return path[0].segment, path[0].start
 
 
 class EncodedInputs:
@@ -115,13 +111,19 @@ class EncodedInputs:
         )
 
     @property
+    def hidden(self) -> Tensor:
+        """The encoder's output for the next pass, ``[inputs, tokens, width]``."""
+        hidden: Tensor = self.arguments[ENCODER_OUTPUTS][0]
+        return hidden
+
+    @property
     def stores_next(self) -> bool:
         """Whether the next pass stores what it computes of its inputs."""
         return self._group is not None
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose keys and values are stored, of the inputs of the next pass."""
+        """The layers whose keys and values of the next pass's inputs are stored."""
         return () if self._group is not None else tuple(self.segments)
 
     @property
@@ -136,7 +138,7 @@ class EncodedInputs:
         self._begins.update(zip(begins, inputs, strict=True))
 
     def moved(self, begins: Mapping[Begin, Begin]) -> EncodedInputs:
-        """The same inputs, for paths that begin where `begins` says, by where they began."""
+        """A copy for paths that now begin elsewhere: `begins` maps new beginnings to old ones."""
         twin = copy(self)
         vars(twin).update({"_latest": None, "_of_pass": None, "_read": {}})
         twin._begins = {new: self._begins[old] for old, new in begins.items() if old in self._begins}
@@ -169,9 +171,8 @@ class EncodedInputs:
     def store_captured(self, segments: Mapping[int, Segment], lease: object) -> None:
         """Read all layers' keys and values of the group's inputs where they are, in the buffers of a captured pass.
 
-        Args:
-            segments: By layer, ``[kv_heads, inputs * tokens, head_dim]`` each, of inputs without hidden tokens.
-            lease: Held for as long as the buffers are read: the pass is not replayed while it lives.
+        They are ``[kv_heads, inputs * tokens, head_dim]`` each by layer, of inputs without hidden tokens. The pass is
+        not replayed while the `lease` lives.
         """
         first, stop = self._group or (0, 0)
         self._show(None, stop - first, self.tokens)
@@ -227,7 +228,7 @@ class EncodedInputs:
         return self.view_of(cache, self, attend)
 
     def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> Any:
-        """The same, with others' inputs and attention in the place of these."""
+        """The cache as decoders take it, with others' inputs and attention instead of these."""
         return CrossView(cache, inputs, attend)
 
     def see(self, arguments: Mapping[str, Any]) -> None:
@@ -282,7 +283,7 @@ Attend = Callable[[int, Tensor, Scoring], Tensor]
 
 
 class HasInputs(Protocol):
-    """What a view asks of inputs: the layers that hold theirs, how long one is, and room for those of a new layer."""
+    """Inputs as views ask them: the layers that hold theirs, the tokens of one, and storage for a new layer's."""
 
     tokens: int
 
@@ -292,7 +293,7 @@ class HasInputs(Protocol):
 
 
 class CrossView(EncoderDecoderCache):
-    """What a decoder with cross-attention takes as its cache: a cache of its own tokens, and the inputs' layers."""
+    """The cache that a decoder with cross-attention takes: a cache of its own tokens, and the inputs' layers."""
 
     def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
         self.self_attention_cache = cache
@@ -310,24 +311,23 @@ class _CrossCache(Cache):
 
 
 class _CrossLayer(CacheLayerMixin):
-    """Hands out handles in the place of keys and values, also to models that read these as attributes."""
-
     is_sliding = False
 
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
-        self.keys = self.values = StoredKV(inputs, attend, index)
+        self._inputs, self._attend, self._index = inputs, attend, index
+        self.keys = self.values = InputKV(inputs, attend, index)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
         """No-op: there is nothing to allocate."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
         """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
-        handle = _New(self.keys, cast(key_states), cast(value_states))
+        handle = InputKV(self._inputs, self._attend, self._index, Segment(cast(keys), cast(values)))
         return handle, handle
 
     def get_seq_length(self) -> int:
-        return self.keys.inputs.tokens
+        return self._inputs.tokens
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
@@ -336,25 +336,100 @@ class _CrossLayer(CacheLayerMixin):
         return -1
 
 
-class StoredKV(CrossKV):
-    """What stands for a layer's keys, and for its values, of an input that is stored."""
+class InputKV(CrossKV):
+    """Replaces a layer's keys, and its values, of inputs: stored ones, or new ones that `show` stores."""
+
+    def __init__(self, inputs: HasInputs, attend: Attend, index: int, new: Segment | None = None):
+        self._inputs, self._attend, self._index, self._new = inputs, attend, index, new
+        if new is not None:
+            self.device = new.keys.device
+
+    def show(self, mask: Tensor | None) -> None:
+        if self._new is not None:
+            self._inputs.store(self._index, *self._new, mask)
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self._attend(self._index, query, scoring)
+
+    def numel(self) -> int:
+        """More than none: models ask it of stored images."""
+        return 1
+
+
+class ImageInputs(EncodedInputs):
+    """The images of each distinct prompt of a call, and the layers' keys and values of them.
+
+    Args:
+        count: Number of distinct prompts.
+        tokens: Keys of a prompt's images in a layer, padding included.
+        layers: The layers that attend to them.
+        query_heads: Query heads of each.
+        mask: Name of the model argument ``[rows, tokens, images, tiles]`` that says which tiles a token sees.
+    """
+
+    def __init__(self, count: int, tokens: int, layers: Collection[int], query_heads: int, mask: str):
+        super().__init__({}, count, tokens)
+        self.of_images, self.query_heads, self._name = frozenset(layers), query_heads, mask
+        self._seen: Tensor | None = None  # by the last token of each row of the pass: [rows, tiles]
+        self._keys_seen: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """None in the pass that stores images, which is given them; later ones see what a prompt's last token does."""
+        return {} if self._group is not None else {self._name: None}
+
+    @property
+    def placeholders(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+    def see(self, arguments: Mapping[str, Any]) -> None:
+        """Read, of the arguments of a pass, which images its rows' last tokens see."""
+        mask = arguments.get(self._name)
+        self._seen = None if mask is None else mask[:, -1].flatten(1).bool()
+        self._keys_seen = None
+
+    def shown(self, tokens: int) -> Tensor | None:
+        """The keys of a layer that are seen, ``[rows, tokens]`` bool; all of them when None."""
+        if self._seen is not None and self._keys_seen is None:
+            self._keys_seen = self._seen.repeat_interleave(tokens // self._seen.shape[1], 1)
+        return self._keys_seen
+
+    def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> ImageView:
+        """As `EncodedInputs.view_of`."""
+        return ImageView(cache, self, inputs, attend)
+
+
+class ImageView:
+    """The cache that a decoder with such layers takes: one of tokens, and images in the layers that see them."""
+
+    def __init__(self, cache: Cache, images: ImageInputs, inputs: HasInputs, attend: Attend):
+        self._cache, self._images, self._tokens = cache, images, inputs.tokens
+        self._in_capture = inputs is not images
+        self.layers = [_ImageLayer(inputs, attend, index) for index in range(len(cache.layers))]
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Store images, and attend to them as they are; or append tokens."""
+        if layer_idx not in self._images.of_images:
+            return self._cache.update(keys, values, layer_idx, *args, **kwargs)
+        self._images.store(layer_idx, keys, values, self._images.shown(keys.shape[2]))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """Tokens before the pass, or those of a layer's images."""
+        if layer_idx in self._images.of_images:
+            return self._tokens
+        # 5.17 asks thus whether images are stored, as they are before a step that is captured.
+        return self._cache.get_seq_length() or int(self._in_capture)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+class _ImageLayer:
+    """Tells the model that a layer has images, and gives it handles instead of keys and values."""
+
+    is_initialized = True
 
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
-        self.inputs, self._attend, self.index = inputs, attend, index
-
-    def show(self, mask: Tensor | None) -> None:
-        """No-op: the mask was needed to store them."""
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._attend(self.index, query, scoring)
-
-
-class _New(CrossKV):
-    def __init__(self, stored: StoredKV, keys: Tensor, values: Tensor):
-        self._stored, self._keys, self._values, self.device = stored, keys, values, keys.device
-
-    def show(self, mask: Tensor | None) -> None:
-        self._stored.inputs.store(self._stored.index, self._keys, self._values, mask)
-
-    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._stored.attend(query, scoring)
+        self.keys = self.values = InputKV(inputs, attend, index)

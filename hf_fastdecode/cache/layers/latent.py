@@ -1,4 +1,5 @@
-"""Layers with latents (multi-head latent attention): what a token's keys and values are made of, for all heads.
+"""Layers with latents (multi-head latent attention): a token's latent and rotated key, of which all heads' keys and
+values are made.
 
 Such a layer hands a token's latent and rotated key to ``update`` (DeepSeek-V2, section 2.1), and both are stored.
 Passes of prefill attend to keys and values made of them: each token's once in its pass, and those of a stored context
@@ -7,34 +8,38 @@ queries that have taken in the product from latents to keys, latents with rotate
 head, and latents alone its values. Kernels read them as those of several KV heads, of `GROUP` query heads at most
 each, that lie in the same memory.
 
-Latents are few bytes and many operations: a query of DeepSeek's sizes takes 1,088 multiplications per head and token
-over them, and 320 over the keys and values that they stand for. So nodes that many rows read are attended to as these
-(TyphoonMLA), all others and each row's own tokens as latents, and the two partials are merged. Rotated keys, which all
-heads have in common, stay where they are stored.
+A row's step over a node of latents takes ``heads * (2 * latent + rotated)`` multiplications a token, and over its keys
+and values ``heads * (key + rotated + value)``; for DeepSeek's sizes 3.4 times fewer. The latents' few bytes are read
+once for all heads, the others' once for each. So nodes are *expanded*, attended to as keys and values (TyphoonMLA),
+from some rows on, which are about as many for any number of heads. Making them takes ``latent * heads * (key +
+value)`` multiplications a token, which as many rows and steps must save again. All other nodes and each row's own
+tokens are read as latents, and the two partials are merged. Rotated keys, which all heads have in common, stay where
+they are stored.
 
-Nodes keep their latents, of which alone kept caches consist. What is made of them belongs to one call, and is never
-copied: neither other weights nor adapters can find it.
+Nodes keep their latents, of which alone kept caches consist. Their keys and values belong to one call and are never
+copied: neither other weights nor adapters can find them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.forest import Forest, Span
+from ...attention.forest import Forest, Node, Path, Span, joined
 from ...attention.kv import Segment
+from ...attention.launch.plan import HeadShape
 from ..storage import SuffixOrigins, TokenStorage
 
 
 def as_wide(part: Tensor, width: int) -> Tensor:
-    """A part ``[..., numbers]`` with zeros behind its numbers, up to `width`."""
+    """A part ``[..., elements]`` with zeros after its elements, up to `width`."""
     return part if part.shape[-1] == width else F.pad(part, (0, width - part.shape[-1]))
 
 
@@ -47,7 +52,7 @@ def multiplying(projection: nn.Module, latents: Tensor) -> AbstractContextManage
 
 
 class ExpandsLatents(Protocol):
-    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with a stand-in for it."""
+    """An attention layer of transformers that caches latents; `ModelLayout.of` finds those with an override of it."""
 
     layer_idx: int
     kv_b_proj: nn.Module
@@ -73,15 +78,11 @@ def _of_one_head(parts: Segment) -> Segment:
 class LatentStorage(TokenStorage):
     """Latents and rotated keys: the parts of a token are ``[1, tokens, latent]`` and ``[1, tokens, rest]``.
 
-    Args:
-        layer: The attention layer, not kept alive; needed for prefill.
-        kv_heads: As of `kv_heads_of_kernels`.
-
-    Attributes:
-        layer: The layer of the latest pass.
+    `layer` is the attention layer of the latest pass, not kept alive and needed for prefill; `kv_heads` are those of
+    `kv_heads_of_kernels`.
     """
 
-    holds_latents: ClassVar[bool] = True
+    kernels_read_contexts: ClassVar[bool] = False
 
     def __init__(self, layer: ref[ExpandsLatents] | None, kv_heads: int):
         super().__init__()
@@ -102,7 +103,7 @@ class LatentStorage(TokenStorage):
         if layer is None:
             raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
         with multiplying(layer.kv_b_proj, parts.keys):
-            expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is a stand-in
+            expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is an override
         return Segment._make(part[0] for part in expanded)
 
     def read_by_kernels(self, parts: Segment) -> Segment:
@@ -111,8 +112,8 @@ class LatentStorage(TokenStorage):
     def nodes_for_steps(self) -> Mapping[int, Segment]:
         return {number: _of_one_head(parts) for number, parts in self.segments.items()}
 
-    def suffix_for_steps(self, origins: SuffixOrigins | None) -> Segment:
-        return _of_one_head(self.ordered_suffix(origins))
+    def for_steps(self, origins: SuffixOrigins | None) -> tuple[Mapping[int, Segment], Segment]:
+        return self.nodes_for_steps(), _of_one_head(self.ordered_suffix(origins))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"layer": None}  # weak references cannot be pickled
@@ -124,12 +125,7 @@ class LatentStorage(TokenStorage):
 
 
 class Widths(NamedTuple):
-    """Numbers of a head's key and value.
-
-    Attributes:
-        key: Without `rotated`.
-        rotated: Of a key, the last ones, which are the same in all heads.
-    """
+    """Widths of a head's key without its last part, of that part, which is the same in all heads, and of its value."""
 
     key: int
     rotated: int
@@ -137,7 +133,7 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, layer: ExpandsLatents) -> Widths:
-        """Those of a layer."""
+        """The widths of a layer."""
         return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
     @property
@@ -146,7 +142,7 @@ class Widths(NamedTuple):
         return max(self.key, self.value)
 
     def as_kernels_take(self, query: Tensor) -> Tensor:
-        """Queries ``[rows, heads, queries, key + rotated]`` with zeros behind `key`, up to `stored`."""
+        """Queries ``[rows, heads, queries, key + rotated]`` with zeros after `key`, up to `stored`."""
         if self.stored == self.key:
             return query
         plain, rest = query.split([self.key, self.rotated], -1)
@@ -168,7 +164,7 @@ class ExpandedLayer:
 
     @classmethod
     def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
-        """Those of runs of tokens, by the layer's own code."""
+        """Expand runs of tokens, by the layer's own code."""
         segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
         for number, run in enumerate(runs):
             latents = storage.segments[run.segment].view(run)
@@ -181,9 +177,9 @@ class ExpandedLayer:
         return cls(segments, rests, widths)
 
     @property
-    def heads(self) -> int:
-        """Heads of keys and values, as many as of queries."""
-        return self.segments[0].keys.shape[0]
+    def shape(self) -> HeadShape:
+        """The shape of the heads, as many of queries as of keys, for a query of each row."""
+        return HeadShape(self.segments[0].keys.shape[0], 1, self.widths.stored, False, rest=self.widths.rotated)
 
     @property
     def nbytes(self) -> int:
@@ -203,12 +199,7 @@ class ExpandedLayer:
 
 
 class SplitForest(NamedTuple):
-    """The nodes of a forest, over the same rows.
-
-    Attributes:
-        as_stored: Those that steps read as they are stored.
-        expanded: The others, with spans of the numbered runs.
-    """
+    """The nodes of a forest that steps read as they are stored, and the others, with spans of the numbered runs."""
 
     as_stored: Forest
     expanded: Forest
@@ -243,3 +234,80 @@ class ExpandedNodes:
             if run.segment == span.segment and run.start <= span.start and span.stop <= run.stop:
                 return Span(number, span.start - run.start, span.length)
         return None
+
+
+FEWEST_ROWS: Final = 32
+"""Rows of a node from which its keys and values are made.
+
+Measured on an H200, a node of 8,192 tokens as latents (512 + 64 elements) and as keys (128 + 64) and values (128):
+with 16 heads 28 and 21 us for 16 rows, 42 and 28 for 32, 71 and 23 for 64, 128 and 26 for 128; with 128 heads 129
+and 127, 246 and 159, 484 and 131, 950 and 171. The merge with a partial of its own takes some microseconds more.
+"""
+
+FEWEST_ROWS_LATER: Final = 16
+"""Rows of a node from which those that were made are read: finished rows leave it."""
+
+FEWEST_TOKENS: Final = 256
+"""Tokens of a node from which a partial of its own, and a merge, cost less than they save."""
+
+FEWEST_ROW_STEPS: Final = 1024
+"""Rows of a node, times the steps to come, from which its keys and values are made.
+
+For DeepSeek's sizes 171 save as many multiplications as making them takes.
+"""
+
+MOST_STEPS_EXPECTED: Final = 1024
+"""Steps that rows are expected to take where more are allowed."""
+
+SHARE_OF_FREE_MEMORY: Final = 0.25
+"""Share of the memory that is free before the first step, but for rows' tokens, for keys and values of nodes."""
+
+
+def expanded_where_it_pays(
+    latents: Mapping[int, LatentStorage], forest: Forest, steps: int, free: Callable[[], float]
+) -> ExpandedNodes | None:
+    """The keys and values of nodes for which that pays in so many steps, the most read ones first.
+
+    `latents` are the layers' storages by index; `free` says how many bytes are free beside rows' tokens, and is not
+    asked where none pay.
+    """
+    wanted = paying_nodes(forest, steps)
+    if not wanted:
+        return None
+    with torch.inference_mode(False), torch.no_grad(), suppress(torch.OutOfMemoryError):  # latents go without
+        if runs := _that_fit(wanted, list(latents.values()), _most_bytes(free())):
+            layers = {index: ExpandedLayer.of(storage, runs) for index, storage in latents.items()}
+            return ExpandedNodes(runs, layers, min(FEWEST_ROWS_LATER, FEWEST_ROWS))
+    return None
+
+
+def _most_bytes(free: float) -> float:
+    return SHARE_OF_FREE_MEMORY * max(0, free)
+
+
+def paying_nodes(forest: Forest, steps: int) -> list[Node]:
+    """The nodes whose keys and values save more time in so many steps than they take to make."""
+    return [
+        node
+        for node in forest.nodes
+        if node.row_count >= FEWEST_ROWS
+        and node.row_count * min(steps, MOST_STEPS_EXPECTED) >= FEWEST_ROW_STEPS
+        and node.span.length >= FEWEST_TOKENS
+    ]
+
+
+def runs_of(spans: Iterable[Span]) -> Path:
+    """The tokens of these spans, as few runs."""
+    return joined(sorted(set(spans), key=lambda span: (span.segment, span.start)))
+
+
+def _that_fit(wanted: list[Node], latents: list[LatentStorage], room: float) -> Path:
+    """The tokens of these nodes whose keys and values fit in memory, as runs."""
+    per_token = len(latents) * ExpandedLayer.of(latents[0], [wanted[0].span[:1]]).nbytes  # layers are alike
+    fitting = set[Span]()
+    for node in sorted(wanted, key=lambda node: -node.row_count * node.span.length):
+        needed = 0 if node.span in fitting else per_token * node.span.length
+        if needed <= room:
+            room -= needed
+            fitting.add(node.span)
+    return runs_of(fitting)

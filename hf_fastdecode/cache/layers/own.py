@@ -62,15 +62,12 @@ class OwnStorage(TokenStorage):
     A node is read by many rows, so that its values cost little memory for a row, and making them anew in every step
     would cost a product. What one row alone has is stored as the layer has it, in its suffix.
 
-    Args:
-        layer: The attention layer, not kept alive; needed only to turn suffixes into nodes.
-
-    Attributes:
-        layer: The layer of the latest pass.
-        example: Parts of suffixes, each ``[1, 0, width]``; None before the first pass.
+    `layer` is the attention layer of the latest pass, not kept alive and needed only to turn suffixes into nodes;
+    `example` are parts of suffixes, ``[1, 0, width]`` each, or None before the first pass.
     """
 
     captured_in_place: ClassVar[bool] = True
+    takes_padded: ClassVar[bool] = False
 
     def __init__(self, layer: ref[AttendsByItself] | None, example: Segment | None = None):
         super().__init__()

@@ -11,25 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ...attention.forest import Path
+from ...attention.forest import End
+from ...errors import Unsupported
 from ..state import SharedState
 from ..storage import TokenStorage
 from ..stores import Store
-from .attention import SharedContextLayer, require_dtype
-
-End = tuple[int, int]
-"""Where a path of nodes ends: the number of its last segment, and the place in it behind the last token."""
-
-
-def end_of(path: Path) -> End | None:
-    """The end of a path; None of an empty one, at whose end there is no state."""
-    return (path[-1].segment, path[-1].stop) if path else None
+from .attention import CapturedLayer, SharedContextLayer, require_dtype
 
 
 @contextmanager
@@ -85,55 +79,6 @@ class States:
         return sum(one[:1].numel() * one.element_size() for one in self.tensors)
 
 
-class KeepsStates(Protocol):
-    """What a cache needs of a layer with states, beside what models' code needs of `LinearAttentionLayer`.
-
-    Attributes:
-        ends: States at the ends of paths, ``[1, ...]`` each, never modified; caches over the same nodes share them.
-    """
-
-    ends: dict[End, States]
-
-    @property
-    def states(self) -> States | None:
-        """The rows' states; None where rows have none of their own."""
-        ...
-
-    def begin_rows(self, ends: Sequence[End | None]) -> None:
-        """Give each row a copy of the state at the end of its path; none where paths are empty.
-
-        Raises ValueError if one has no state there.
-        """
-        ...
-
-    def keep(self, ends: Sequence[End]) -> None:
-        """Keep the rows' states as those at these ends, and leave the rows without."""
-        ...
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
-        ...
-
-    def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
-        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
-
-        Raises ValueError if one has no state there.
-        """
-        ...
-
-    def drop_rows(self) -> None:
-        """Forget the rows' states."""
-        ...
-
-    def place(self, states: States) -> None:
-        """Have the rows' states in these tensors, which hold the same numbers."""
-        ...
-
-    def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
-        """Keep, at each of the new ends, what was at the old one, and nothing else."""
-        ...
-
-
 class LayerOfOwnStates(LinearAttentionLayer):
     """Stores the states of code that keeps them elsewhere (`OwnStates`), as states of recurrences."""
 
@@ -153,7 +98,11 @@ class LayerOfOwnStates(LinearAttentionLayer):
 
 
 class StateLayer(LayerOfOwnStates):
-    """A layer that stores a state per row, and nothing per token."""
+    """A layer that stores a state per row, and nothing per token.
+
+    Attributes:
+        ends: States at the ends of paths, ``[1, ...]`` each, never modified; caches over the same nodes share them.
+    """
 
     is_compileable: ClassVar[bool] = False
     is_croppable: ClassVar[bool] = False
@@ -168,6 +117,7 @@ class StateLayer(LayerOfOwnStates):
 
     @property
     def states(self) -> States | None:
+        """The rows' states; None where rows have none."""
         if not any((*self.is_conv_states_initialized.values(), *self.is_recurrent_states_initialized.values())):
             return None
         parts = (self.conv_states, self.recurrent_states)
@@ -181,6 +131,10 @@ class StateLayer(LayerOfOwnStates):
         return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
+        """Give each row a copy of the state at the end of its path; none where paths are empty.
+
+        Raises ValueError if one has no state there.
+        """
         self.drop_rows()
         if all(end is None for end in ends):
             return
@@ -204,6 +158,10 @@ class StateLayer(LayerOfOwnStates):
             return States.joined([one for one in known if one is not None])
 
     def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
+        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
+
+        Raises ValueError if one has no state there.
+        """
         states = self.states
         if states is None:  # rows have none of their own yet
             return
@@ -213,6 +171,7 @@ class StateLayer(LayerOfOwnStates):
                 one.index_copy_(0, rows.to(one.device), new)
 
     def keep(self, ends: Sequence[End]) -> None:
+        """Keep the rows' states as those at these ends, and leave the rows without."""
         states = self.states
         if states is None or states.rows != len(ends):
             rows = 0 if states is None else states.rows
@@ -228,7 +187,7 @@ class StateLayer(LayerOfOwnStates):
         known = self.states or next(iter(self.ends.values()), None)
         return 0 if known is None else known.row_bytes
 
-    def copy_rows_to(self, other: KeepsStates, ends: Sequence[End]) -> None:
+    def copy_rows_to(self, other: StateLayer, ends: Sequence[End]) -> None:
         """Keep copies of the rows' states in another cache's layer, as those at these ends."""
         states = self.states
         if states is None or states.rows != len(ends):
@@ -239,6 +198,7 @@ class StateLayer(LayerOfOwnStates):
             other.ends[end] = copied.row(row)
 
     def select_rows(self, rows: Tensor) -> None:
+        """Replace row ``i`` by row ``rows[i]``, int64 on the CPU: in place, unless the number of rows changes."""
         states = self.states
         if states is None:
             return
@@ -256,10 +216,12 @@ class StateLayer(LayerOfOwnStates):
         self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
+        """Keep, at each of the new ends, what was at the old one, and nothing else."""
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)
         self.ends = {new: self.ends[old] for new, old in moved if old in self.ends}
 
     def drop_rows(self) -> None:
+        """Forget the rows' states."""
         for number in range(self.number_of_states):
             self.conv_states[number] = self.recurrent_states[number] = None
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
@@ -271,6 +233,10 @@ class StateLayer(LayerOfOwnStates):
         twin.ends = dict(self.ends)
         twin.dtype, twin.device = self.dtype, self.device
         return twin
+
+    def captured(self, state: SharedState, buffers: Iterator[CapturedStateLayer]) -> Any:
+        """The layer in the view of a captured pass: the next one of a step's buffers, or itself in other passes."""
+        return next(buffers, self)
 
     def activate_past_recording(self) -> None:
         """No-op: states are overwritten in place."""
@@ -306,6 +272,120 @@ class StateAndAttentionLayer(StateLayer, SharedContextLayer):
         twin.ends = dict(self.ends)
         return twin
 
+    def captured(self, state: SharedState, buffers: Iterator[CapturedStateLayer]) -> Any:
+        states, layer = next(buffers, None), CapturedLayer(self, state)
+        return layer if states is None else CapturedStateAndAttentionLayer(layer, states)
+
     def reset(self) -> None:
         StateLayer.reset(self)
         SharedContextLayer.reset(self)
+
+
+class CapturedStateLayer(LayerOfOwnStates):
+    """A layer whose states are always there, for any prompt, and are updated in place."""
+
+    is_compileable = False
+
+    def __init__(self, states: States):
+        numbers = 1 + max((*states.conv, *states.recurrent))
+        LinearAttentionLayer.__init__(self, number_of_states=numbers)
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
+        for number, one in states.conv.items():
+            self.is_conv_states_initialized[number] = True
+            self.conv_kernel_size[number] = one.shape[-1]
+            self.dtype, self.device = one.dtype, one.device
+        for number in states.recurrent:
+            self.is_recurrent_states_initialized[number] = True
+        self.has_previous_state = dict.fromkeys(range(numbers), True)
+
+
+class CapturedStateAndAttentionLayer(CapturedLayer, CapturedStateLayer):
+    """A layer of a captured step that stores states beside keys and values."""
+
+    def __init__(self, layer: CapturedLayer, states: CapturedStateLayer):
+        self.__dict__.update({**vars(states), **vars(layer)})
+
+
+class StepBuffers:
+    """Buffers that captured steps update in place: the states of one batch's rows at a time; none for other layers.
+
+    A graph reads and writes states where they were at its capture. All captures of a model use the first rows of the
+    same buffers. A batch is loaded once, when its first step is replayed: its states are copied to the buffers, and
+    its layers keep views of these, so that steps of any kind and compaction find them there. What another batch still
+    holds in the buffers is copied out first.
+
+    The states of `layers`, or those at the ends of prompts, tell shapes and dtypes: raises `Unsupported` if a layer
+    has none yet.
+    """
+
+    def __init__(self, rows: int, layers: Sequence[StateLayer]):
+        self.rows = rows
+        self._shapes = _shapes(layers)
+        with torch.inference_mode(False):
+            self._buffers = [
+                example.each(lambda one: one.new_zeros(rows, *one.shape[1:])) for example in _examples(layers)
+            ]
+        self._held: list[tuple[ref[StateLayer], States]] = []
+
+    def serve(self, rows: int, layers: Sequence[StateLayer]) -> bool:
+        """Whether they have room for so many rows with states such as these layers'."""
+        return not layers or (rows <= self.rows and _shapes(layers) == self._shapes)
+
+    def layers_of(self, layers: Sequence[StateLayer], rows: int) -> list[CapturedStateLayer]:
+        """The layers in a captured pass over `rows` rows."""
+        buffers = zip(layers, self._buffers, strict=True)
+        return [CapturedStateLayer(states.each(lambda one: one[:rows])) for _, states in buffers]
+
+    def load(self, layers: Sequence[StateLayer], fork: Callable[[Sequence[StateLayer]], None], step_rows: int) -> None:
+        """Let the buffers hold the states of this batch, for a step of so many rows; `fork` makes those of a layer."""
+        if self._hold(layers):
+            return
+        self.release()
+        for layer, buffers in zip(layers, self._buffers, strict=True):
+            fork([layer])
+            states = layer.states
+            if states is None:
+                raise Unsupported("rows have no states yet, which a captured step could continue")
+            rows = states.rows
+            views = buffers.each(lambda one, rows=rows: one[:rows])  # type: ignore[misc]
+            for buffer, one in zip(buffers.tensors, states.tensors, strict=True):
+                buffer[:rows].copy_(one)
+                buffer[rows:step_rows].zero_()  # of no row: finite numbers
+            layer.place(views)
+            self._held.append((ref(layer), views))
+
+    def release(self) -> None:
+        """Copy states that a batch still holds here to memory of its own, before a capture or another batch."""
+        for known, views in self._held:
+            if (layer := known()) is not None and _are(layer, views):
+                with torch.inference_mode(False):
+                    layer.place(views.each(Tensor.clone))
+        self._held = []
+
+    def _hold(self, layers: Sequence[StateLayer]) -> bool:
+        held = self._held
+        return len(held) == len(layers) and all(
+            known() is layer and _are(layer, views) for layer, (known, views) in zip(layers, held, strict=True)
+        )
+
+
+def _examples(layers: Sequence[StateLayer]) -> list[States]:
+    """A row's states of each layer, of any row."""
+    found = [layer.states or next(iter(layer.ends.values()), None) for layer in layers]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        raise Unsupported("rows have no states yet, which a captured step could continue")
+    return known
+
+
+def _shapes(layers: Sequence[StateLayer]) -> list[list[tuple[torch.Size, torch.dtype, torch.device]]]:
+    return [[(one.shape[1:], one.dtype, one.device) for one in states.tensors] for states in _examples(layers)]
+
+
+def _are(layer: StateLayer, views: States) -> bool:
+    """Whether a layer's states are these very tensors."""
+    states = layer.states
+    if states is None:
+        return False
+    return all(one is other for one, other in zip(states.tensors, views.tensors, strict=True))

@@ -28,8 +28,7 @@ from ...log import logger
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
-from ..steps.modes import StepsMaker
-from ..steps.runners import EagerSteps, Steps
+from ..steps.modes import EagerSteps, Steps, StepsMaker
 from ..support import step_arguments
 from .refill import Refill
 from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, set_generator_state

@@ -20,8 +20,7 @@ from torch import Tensor
 from ...cache.shared import SharedContextCache
 from ..prompts.start import Start
 from ..report import CallReport
-from ..steps.modes import StepsMaker
-from ..steps.runners import Steps
+from ..steps.modes import Steps, StepsMaker
 from .sampling import Sampler, TokenLogProbs
 from .stopping import FinishedRowPoller, Stopping
 from .waves import FIRST_ROOM, Wave, suffixes_may_grow

@@ -50,7 +50,7 @@ def rows_that_fit(cache: SharedContextCache, rows: int, logits: Logits, new_toke
         beside: Further bytes on the device of the logits, however many rows decode.
     """
     per_row, held = Counter({logits.device: _LOGIT_BYTES * logits.vocabulary}), Counter({logits.device: -beside})
-    room = cache.state.suffix_room(min(new_tokens, _EXPECTED))
+    room = cache.state.division.room(min(new_tokens, _EXPECTED))
     for layer in cache.attention_layers:
         per_row[layer.device] += room * layer.storage.suffix_bytes_per_token
         held[layer.device] += layer.storage.suffix_bytes  # which are given up, should rows not fit
@@ -66,8 +66,8 @@ def rows_that_fit(cache: SharedContextCache, rows: int, logits: Logits, new_toke
 def suffixes_may_grow(cache: SharedContextCache, tokens: int) -> bool:
     """Whether memory suffices for a capacity of `tokens` tokens in each suffix."""
     more, copied = Counter[torch.device](), Counter[torch.device]()
-    room = cache.state.suffix_room(tokens)
-    most = None if cache.state.max_suffix is None else cache.state.suffix_room(cache.state.max_suffix)
+    room = cache.state.division.room(tokens)
+    most = None if cache.state.max_suffix is None else cache.state.division.room(cache.state.max_suffix)
     for layer in cache.attention_layers:
         storage, device = layer.storage, layer.device
         per_token = cache.rows * storage.suffix_bytes_per_token

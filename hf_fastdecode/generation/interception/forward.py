@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
 from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
-from ...cache.direct_pass import check_mask, named_arguments, next_positions
-from ...cache.shared import SharedContextCache
+from ...cache.shared import SharedContextCache, check_mask, named_arguments, next_positions
 from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions

@@ -54,8 +54,8 @@ from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.gain import told_by_shapes
 from ..prompts.start import start_shared
 from ..report import CallReport
-from ..steps.early_kernels import begin_compiling_sampler
 from ..steps.modes import call_passes, choose_mode
+from ..steps.prefill_passes import begin_compiling_sampler
 from ..support import check_call, check_sequence_parallel, other_loop
 from .forward import forward
 from .switches import hands_generate_on, name_of, passes_loop_on, reads_its_cache, signature_of

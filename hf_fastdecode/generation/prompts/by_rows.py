@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_iter
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, keeps_logits, uncompiled_call
-from ...cache.layers.cross import begin_of
+from ...attention.forest import begin_of
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..call_context import CallContext

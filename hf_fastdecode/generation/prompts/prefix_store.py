@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...attention.forest import Forest
-from ...cache.consolidate import consolidate
+from ...cache.forest_cache import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ..fingerprint import Fingerprint

@@ -22,8 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...cache.layers.cross import ENCODER_OUTPUTS
-from ...cache.layers.images import ImageInputs
+from ...cache.layers.cross import ENCODER_OUTPUTS, ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext

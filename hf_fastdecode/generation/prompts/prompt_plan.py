@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...attention.forest import Forest, Path, PrefixTree, SharedRange, Span, path_slice, prefix_tree
-from ...cache.layers.state import end_of
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
@@ -381,7 +380,7 @@ class StatesContinue(TokensContinue):
         return f"{held} tokens of the given cache, of which {reused} are not computed again: {why}"
 
     def end_part(self, cache: SharedContextCache, path: Path) -> None:
-        cache.forget_states(end_of(path))
+        cache.forget_states(path)
 
 
 _TOKENS: Final = TokensContinue()

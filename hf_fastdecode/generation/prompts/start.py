@@ -11,14 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...cache.consolidate import consolidate
+from ...cache.forest_cache import consolidate
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..fingerprint import filled_by
 from ..forward_pass import Beside, forward_pass, input_device, places_tokens
-from ..steps.early_kernels import begin_compiling_attention
 from ..steps.modes import CallPasses
+from ..steps.prefill_passes import begin_compiling_attention
 from .by_rows import CapturedRowPasses, row_passes, try_step
 from .call_plan import CallPlan, Request, keeps_prompts, plan_call, planned_alike, weights_hold
 from .gain import require_gain

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from ..._compat import keeps_logits
 from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
-from ...cache.captured_prefill import CapturedPrefillCache, CapturedRowsCache, ContextTables
-from ...cache.layers.cross import ENCODER_OUTPUTS
+from ...cache.captured import CapturedCache
+from ...cache.captured_prefill import ContextTables, InputsOfAPass, PaddedPass, PaddedRows
 from ...cache.shared import SharedContextCache
-from ...cache.state import PrefillItem
+from ...cache.state import Pass, PrefillItem
 from ..forward_pass import Beside, forward_pass
 from ..structure import Structure
-from .graph_capture import capture_first_pass
+from .graph_capture import captured_graph
 
 _SIZES = (64, 128, 192, 256, 384, 512, *range(576, 2049, 64))
 """Numbers of tokens of captured passes. Of long ones, padding takes as long as tokens; short ones in between would
@@ -50,7 +50,7 @@ A capture takes as long as two eager passes and some milliseconds, and saves mos
 
 
 class PrefillShape(NamedTuple):
-    """What a captured pass is made for.
+    """The kind of passes that a captured one serves.
 
     Attributes:
         tokens: Number of tokens, with padding.
@@ -111,19 +111,20 @@ class CapturedPrefill:
         ids, positions, runs = self._inputs[: 3 * tokens].view(3, 1, tokens)
         wanted = self._inputs[3 * tokens :]
         self._tables = None if forest is None else ContextTables(tokens, cache, forest, device)
-        self._view = view = CapturedPrefillCache(cache, runs[0] if shape.several else None, self._tables)
+        self._padded = padded = PaddedPass(runs[0] if shape.several else None, self._tables)
+        view = CapturedCache(cache, Pass(padded=padded))
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, "return_dict": True}
         keeps = keeps_logits(model)
         if keeps:
             arguments["logits_to_keep"] = wanted
 
         def run() -> tuple[Tensor, ...]:  # no reference to self, as `CapturedGraph` demands
-            view.begin()
+            padded.begin()
             logits = forward_pass(model, view, positions, **arguments).logits[0]
-            return ((logits if keeps else logits[wanted]).contiguous(), *view.take())
+            return ((logits if keeps else logits[wanted]).contiguous(), *padded.take())
 
-        rows = {"rows": tokens, "fused_rows": shape.fused_rows}
-        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, **rows)
+        sizes = {"rows": tokens, "fused_rows": shape.fused_rows}
+        self._graph = captured_graph(run, model, structure, self.lengths, pool, **sizes, runs_first=True)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would: its windows, and the tables of contexts."""
@@ -135,12 +136,8 @@ class CapturedPrefill:
     ) -> Tensor:
         """Prefill the cache's current items, for which `fits` holds.
 
-        Args:
-            tokens: ``[length]`` int64 on the CPU: ids of the items, in their order.
-            wanted: Indices of tokens to return logits for.
-
-        Returns:
-            ``[len(wanted), vocabulary]`` in the model's dtype.
+        `tokens` are ids of the items in their order, ``[length]`` int64 on the CPU. Returns the logits of the `wanted`
+        ones, ``[len(wanted), vocabulary]`` in the model's dtype.
         """
         inputs = self._arranged([(item.position, item.span.length) for item in cache.state.current.items], wanted)
         inputs[: len(tokens)] = tokens
@@ -159,7 +156,7 @@ class CapturedPrefill:
     def end(self, cache: SharedContextCache, outputs: tuple[Tensor, ...], wanted: int) -> Tensor:
         """Store what a pass over the cache's current items returned; the `wanted` logits, as of a call."""
         logits, *buffers = outputs
-        self._view.store(cache, buffers)
+        self._padded.store(cache, buffers)
         return logits[:wanted].clone()
 
     def _arranged(self, runs: Sequence[tuple[int, int]], wanted: Sequence[int]) -> Tensor:
@@ -189,6 +186,7 @@ class CapturedPrefills(Generic[Captured]):
 
     Args:
         most: Most that are kept; as many as `_MOST_PASSES` when None.
+        one_of_a_shape: Whether there is no second one of a shape, where the first does not fit.
 
     Attributes:
         count: Number of captures made.
@@ -197,8 +195,8 @@ class CapturedPrefills(Generic[Captured]):
             `PrefillAhead`.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self._most, self.count = most, 0
+    def __init__(self, most: int | None = None, *, one_of_a_shape: bool = False) -> None:
+        self._most, self._one_of_a_shape, self.count = most, one_of_a_shape, 0
         self.asked: Hashable = None
         self.again: tuple[PrefillShape, Hashable] | None = None
         self._passes: list[Captured] = []  # least recently used first
@@ -212,15 +210,13 @@ class CapturedPrefills(Generic[Captured]):
                 return one
         return None
 
-    def holds(self, shape: Hashable) -> bool:
-        """Whether there is a captured pass of this shape, whatever it fits."""
-        return any(one.shape == shape for one in self._passes)
-
     def pays(self, shape: Hashable, *, forced: bool) -> bool:
         """Whether to capture the current pass, to which no captured one fits.
 
         Captures of a shape that are made in vain, for others that do not fit them, become rarer.
         """
+        if self._one_of_a_shape and any(one.shape == shape for one in self._passes):
+            return False
         self._eager[shape] += 1
         times, rest = divmod(self._eager[shape], _PASSES_THAT_PAY_A_CAPTURE[forced])
         return not rest and times.bit_count() == 1
@@ -269,7 +265,7 @@ class PrefillAhead:
         return captured is self.captured and torch.equal(self.ids[0].cpu(), tokens)
 
     def outputs(self) -> tuple[Tensor, ...]:
-        """What the pass returns, for work that is queued from now on."""
+        """The outputs of the pass, for work that is queued from now on."""
         self.was_right = True
         self.join()
         return self._outputs
@@ -280,13 +276,7 @@ class PrefillAhead:
 
 
 class RowShape(NamedTuple):
-    """What a captured pass is made for.
-
-    Attributes:
-        rows: Number of inputs, and of prompts.
-        width: Tokens of each prompt.
-        tokens: Tokens of each input.
-    """
+    """The kind of passes that a captured one serves: as many rows as inputs, of equal widths and lengths."""
 
     rows: int
     width: int
@@ -298,7 +288,7 @@ class CapturedRows:
 
     Such a pass takes the host longer, to launch the kernels of all layers, than the device to run them. Inputs have
     one length, as recordings do, and prompts too, without padding; others run eagerly. Keys and values of both are
-    stored, see `cache.captured_prefill.CapturedRowsCache`.
+    stored, see `cache.captured_prefill.PaddedRows`.
 
     Args:
         cache: The cache of the pass to capture with, whose items are being prefilled.
@@ -316,43 +306,39 @@ class CapturedRows:
     ):
         assert cache.inputs is not None
         self.shape, self.lengths, device = shape, RowLengths(longest), model.device
-        hidden: Tensor = cache.inputs.arguments[ENCODER_OUTPUTS][0]
         self._ids, self._places = torch.zeros(2, shape.rows, shape.width, dtype=torch.long, device=device)
-        self._hidden = torch.zeros_like(hidden)
-        self._view = view = CapturedRowsCache(cache, shape.rows, self._hidden, structure.layout)
+        self._hidden = torch.zeros_like(cache.inputs.hidden)
+        self._padded = padded = PaddedRows()
+        view = CapturedCache(cache, Pass(padded=padded))
+        view.inputs = self._inputs = InputsOfAPass(view, cache.inputs, self._hidden, structure.layout)
         self._kinds = kinds = list[Any]()  # of the model's output
         arguments = {"input_ids": self._ids, "use_cache": True, "return_dict": True}
 
         def run(places: Tensor = self._places) -> tuple[Tensor, ...]:  # no reference to self, see `CapturedGraph`
-            view.begin()
+            padded.begin()
             output = forward_pass(model, view, places, **arguments)
             kinds[:] = [type(output)]
             logits = output.logits.contiguous()  # of all tokens: what is wanted differs from loop to loop
-            return logits, *view.take()
+            return logits, *padded.take()
 
-        rows = shape.rows * shape.width
-        self._graph = capture_first_pass(run, model, structure, self.lengths, pool, rows=rows, fused_rows=0)
+        sizes = {"rows": shape.rows * shape.width, "fused_rows": 0}
+        self._graph = captured_graph(run, model, structure, self.lengths, pool, **sizes, runs_first=True)
 
     def fits(self, forest: Forest | None, longest: int) -> bool:
         """Whether it computes a pass of its shape as the model would, and its memory is not read by another cache."""
-        return self.lengths.serve(longest) and self._view.is_free
+        return self.lengths.serve(longest) and self._inputs.are_free
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items, for which `fits` holds.
 
-        Args:
-            ids: ``[rows, width]`` int64.
-            places: ``[rows or 1, width]`` int64: their positions.
-            wanted: Last positions of each row to return logits for.
-
-        Returns:
-            The model's output, with logits ``[rows, wanted, vocabulary]`` alone.
+        Takes ids ``[rows, width]`` and their positions ``[rows or 1, width]``, int64. Returns the model's output, with
+        logits ``[rows, wanted, vocabulary]`` of the last `wanted` positions alone.
         """
         assert cache.inputs is not None
         self._ids.copy_(ids)
         self._places.copy_(places)
-        self._hidden.copy_(cache.inputs.arguments[ENCODER_OUTPUTS][0])
+        self._hidden.copy_(cache.inputs.hidden)
         logits, *buffers = self._graph.replay()
-        self._view.store(cache, buffers)
-        self._view.lend(cache)
+        self._padded.store(cache, buffers)
+        self._inputs.lend(cache)
         return self._kinds[0](logits=logits[:, -wanted:].clone())

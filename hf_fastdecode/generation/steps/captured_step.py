@@ -6,7 +6,7 @@ levels than the tables hold, a widest node that needs other launch parameters, c
 share, rows that outgrow a sliding window, or changes of the model's state.
 
 Suffixes of layers that attend by themselves are captured in place: such a capture serves one call, until their storage
-moves. States are in buffers that all captures share (`CapturedStates`).
+moves. States are in buffers that all captures share (`StepBuffers`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...attention.active_passes import RowLengths
-from ...attention.forest import Forest
-from ...attention.kv import SuffixLengths
-from ...attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
-from ...attention.launch.step_tables import Alike, TablesByShape
-from ...cache.captured import CapturedCache, CapturedStates, StatesOfACapture, storages_in_place
-from ...cache.layers.expanded import ExpandedTables, alike_expanded
+from ...cache.captured import (
+    CapturedCache,
+    CapturedInputs,
+    ExpandedTables,
+    InputTables,
+    TokenTables,
+    storages_in_place,
+)
+from ...cache.layers.state import StepBuffers
 from ...cache.shared import SharedContextCache
+from ...cache.state import Pass
 from ...errors import Unsupported
 from ..forward_pass import forward_pass, takes_positions
 from ..snapshot import SET_BY_CALLS
 from ..structure import Structure
-from .graph_capture import CapturedGraph, pass_context
+from .graph_capture import CapturedGraph, captured_graph
 
 
 class CaptureOptions(NamedTuple):
@@ -70,11 +74,14 @@ class CapturedStep:
     Args:
         cache: The batch to capture with; other batches can be loaded later.
         pool: Memory pool shared by all captures, including outputs; they never run concurrently.
-        states: Buffers of layers with states; None if there are none.
+        buffers: What the step updates of rows.
 
     Attributes:
         in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
     """
+
+    _gives_planes = False  # whether positions are given with their planes
+    _origins: Tensor | None = None  # of suffixes that may be reordered, see `SuffixOrigins`
 
     def __init__(
         self,
@@ -84,16 +91,24 @@ class CapturedStep:
         structure: Structure,
         options: CaptureOptions,
         pool: Any,
-        states: CapturedStates | None = None,
+        buffers: StepBuffers,
     ):
         device, queries = model.device, options.queries
-        self.rows, self.options, self.states = rows, options, states
-        self.in_place, self._parallel = storages_in_place(cache), cache.state.parallel
-        self.tables = TablesByShape(rows, self._alike(cache), cache.step_forest, device, cache.state.make_tables)
-        self.cross, self.expanded = self._cross_tables(cache), ExpandedTables.of(rows, cache.state, device)
+        self.rows, self.options, self.buffers = rows, options, buffers
+        self.in_place = storages_in_place(cache)
+        tokens = TokenTables(rows, cache, device, queries, reordered=options.reordered)
+        inputs, expanded = InputTables(rows, cache, device), ExpandedTables(rows, cache, device)
+        self._reads, self.tables = (tokens, inputs, expanded), tokens.tables
+        self._read = [one for one in self._reads if one.tables.layers]
         self.ids = torch.zeros(rows, queries, dtype=torch.long, device=device)
         self.positions = torch.zeros(*options.planes, rows, queries, dtype=torch.long, device=device)
-        view, tensors_of = self._prepare(model, cache)
+        tensors_of = self._prepare(model, cache)
+        current = Pass(tables=self.tables, origins=self._origins, expanded=expanded.by_layer)
+        view = CapturedCache(cache, current, buffers.layers_of(cache.state_layers, rows))
+        if self._gives_planes:
+            view.position_planes = 0
+        if cache.inputs is not None:
+            view.inputs = CapturedInputs(view, cache.inputs, inputs.tables)
         mask: dict[str, Any] = {}
         self.next_slot: Tensor | None = None
         if cache.inputs is not None and not takes_positions(model):
@@ -113,55 +128,32 @@ class CapturedStep:
             output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
             return tensors_of(output)
 
-        ours = partial(
-            pass_context,
-            model,
-            structure,
-            lengths,
-            rows=rows * queries,
-            fused_rows=options.fused_rows,
-        )
+        sizes: dict[str, Any] = {"rows": rows * queries, "fused_rows": options.fused_rows}
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
-            CapturedGraph, run, ours, device, pool, structure.ranks
+            captured_graph, run, model, structure, lengths, pool, **sizes
         )
 
     def capture(self) -> None:
         """Run the step's passes and capture one."""
         assert self._make_graph is not None
         make, self._make_graph = self._make_graph, None
-        if self.states is not None:
-            self.states.release()  # which the first passes change
+        self.buffers.release()  # which the first passes change
         self._graph = make()
 
-    def _prepare(
-        self, model: PreTrainedModel, cache: SharedContextCache
-    ) -> tuple[CapturedCache, Callable[[Any], tuple[Tensor, ...]]]:
-        """The view of a batch that the capture reads, and what it keeps of the model's output, contiguous."""
-        view = CapturedCache(
-            self.tables, cache, states=self._states_of(cache), cross=self.cross, expanded=self.expanded
-        )
-        return view, lambda output: (output.logits[:, -1].contiguous(),)
-
-    def _states_of(self, cache: SharedContextCache) -> list[StatesOfACapture]:
-        """The states that the step updates, of its layers that have some."""
-        if self.states is None:
-            return []
-        return [self.states.layer(number, self.rows) for number in range(len(cache.state_layers))]
+    def _prepare(self, model: PreTrainedModel, cache: SharedContextCache) -> Callable[[Any], tuple[Tensor, ...]]:
+        """Prepare the capture for a batch; returns what it keeps of the model's output, contiguous."""
+        return lambda output: (output.logits[:, -1].contiguous(),)
 
     def fits(self, cache: SharedContextCache) -> bool:
-        """Whether this batch can use the step: its windows, table sizes, states, and suffixes captured in place."""
-        if not self.reads(cache) or not (self.states is None or self.states.serve(self.rows, cache)):
+        """Whether this batch can use the step: its windows, table sizes, buffers, and suffixes captured in place."""
+        if not self.reads(cache) or not self.buffers.serve(self.rows, cache.state_layers):
             return False
         most, longest = self.longest_row, cache.longest_row(self.options.queries)
-        if self.cross is not None and not self.cross.fits(_forest_of_inputs(cache)):
-            return False
         return (most is None or longest <= most) and self.holds(cache)
 
     def holds(self, cache: SharedContextCache) -> bool:
         """Whether the batch's nodes fit the tables."""
-        if (self.expanded is None) is not (cache.state.expanded_forest is None):
-            return False
-        return self.tables.fits(cache.step_forest) and (self.expanded is None or self.expanded.fits(cache.state))
+        return all(tables.fits(cache) for tables in self._reads)
 
     @property
     def longest_row(self) -> int | None:
@@ -174,95 +166,30 @@ class CapturedStep:
 
     def suits(self, cache: SharedContextCache) -> bool:
         """Whether a capture for this batch would read such tables: of the same processes and launch parameters."""
-        same = None if self.cross is None else self.cross.layers
-        if same != self._alike_inputs(cache):
-            return False
-        if (None if self.expanded is None else self.expanded.alike) != alike_expanded(cache.state):
-            return False
-        return self._parallel is cache.state.parallel and self.tables.layers == self._alike(cache)
-
-    def _cross_tables(self, cache: SharedContextCache) -> TablesByShape | None:
-        """Tables of the inputs that cross-attention reads; None without any."""
-        alike = self._alike_inputs(cache)
-        if alike is None or cache.inputs is None:
-            return None
-        device = cache.inputs.example(next(iter(alike))).keys.device
-        return TablesByShape(self.rows, alike, _forest_of_inputs(cache), device)
-
-    @staticmethod
-    def _alike_inputs(cache: SharedContextCache) -> dict[int, Alike] | None:
-        if cache.inputs is None:
-            return None
-        found = dict[int, Alike]()
-        heads = {layer.index: layer.store.query_heads for layer in cache.attention_layers}
-        for layer in cache.inputs.segments:
-            kv_heads, _, head_dim = cache.inputs.example(layer).keys.shape
-            query_heads = cache.inputs.query_heads or heads.get(layer)
-            group = query_heads // kv_heads if query_heads else 1
-            found[layer] = Alike(HeadShape(kv_heads, max(1, group), head_dim, False), NO_OWN_NODES)
-        return found
-
-    def _alike(self, cache: SharedContextCache) -> dict[int, Alike]:
-        """For each layer, its heads, and how a capture for this batch would attend to long suffixes."""
-        longest, dominate = cache.longest_row(self.options.queries), cache.state.own_nodes_dominate
-        found = dict[int, Alike]()
-        for layer in cache.attention_layers:
-            store = layer.store
-            biased = store.biased
-            windowed = biased or (store.window is not None and longest > store.window)
-            heads = store.kernel_heads
-            group = store.query_heads // heads if heads else 1
-            latents = layer.storage.holds_latents
-            shape = HeadShape(heads, group, store.head_dim, windowed, latents, biased=biased)
-            chosen = choose_own_nodes(self.rows, shape, layer.device, dominate=dominate)
-            # Layers that attend to suffixes by themselves would take own nodes for shared ones.
-            without = layer.storage.captured_in_place or self.options.reordered
-            found[layer.index] = Alike(shape, NO_OWN_NODES if without else chosen)
-        return found
+        return all(tables.suits(cache) for tables in self._reads)
 
     def __call__(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> Tensor:
-        """Run one step.
+        """Run one step over a batch for which `fits` holds, with capacity for it in its suffixes.
 
-        Args:
-            cache: The batch, for which `fits` holds, with capacity for the step in its suffixes.
-            ids: ``[batch]`` int64, batch up to `rows`.
-            positions: ``[batch]`` int64.
-
-        Returns:
-            ``[batch, vocabulary]``, overwritten by the next step.
+        Takes ids and positions ``[batch]`` int64, batch up to `rows`. Returns ``[batch, vocabulary]``, overwritten by
+        the next step.
         """
         count = len(ids)
-        self._load_states(cache)
+        self.buffers.load(cache.state_layers, cache.fork_states, self.rows)
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
         self._follow(cache)
         (logits,) = self._graph.replay()
         return logits[:count]
 
-    def _load_states(self, cache: SharedContextCache) -> None:
-        """Have the states of a batch where the step updates them."""
-        if self.states is not None:
-            self.states.load(cache, self.rows)
-
     def _follow(self, cache: SharedContextCache) -> None:
-        layers = {layer.index: layer for layer in cache.attention_layers}
-        suffixes = cache.state.suffixes
-        if not (suffixes.in_order or self.options.reordered):
+        if not (cache.state.suffixes.in_order or self.options.reordered):
             raise ValueError("captured steps read each suffix from its own row; select rows by copying them first")
-        self.tables.follow(cache.step_forest, suffixes.lengths, layers)
-        if self.cross is not None and cache.inputs is not None:
-            self.cross.follow(_forest_of_inputs(cache), SuffixLengths(), cache.inputs.stored())
-        if self.expanded is not None:
-            self.expanded.follow(cache.state)
+        for tables in self._read:
+            tables.follow(cache)
         if self.next_slot is not None:
             self.next_slot.fill_(cache.get_seq_length())
             self.positions.copy_(self.next_slot + torch.arange(self.options.queries, device=self.next_slot.device))
-
-
-def _forest_of_inputs(cache: SharedContextCache) -> Forest:
-    """The forest in which rows attend to their encoder inputs."""
-    assert cache.inputs is not None
-    return cache.inputs.forest_of(cache.forest)
 
 
 _FEWEST_ORIGINS = 256
@@ -340,21 +267,16 @@ class CapturedPass(CapturedStep):
     - Loops may keep the output, which the next replay overwrites: they get a copy.
     """
 
-    _origins: Tensor | None
-    _in_order: bool
+    _gives_planes = True
+    _in_order = False
 
-    def _prepare(
-        self, model: PreTrainedModel, cache: SharedContextCache
-    ) -> tuple[CapturedCache, Callable[[Any], tuple[Tensor, ...]]]:
+    def _prepare(self, model: PreTrainedModel, cache: SharedContextCache) -> Callable[[Any], tuple[Tensor, ...]]:
         self.fields = fields = OutputFields((self.rows, self.options.queries))
-        self._origins, self._in_order = None, False
         if self.options.reordered:
             tokens = max(_FEWEST_ORIGINS, cache.suffix_length, cache.state.max_suffix or 0)
             capacity = 1 << (tokens - 1).bit_length()
             self._origins = torch.zeros(self.rows, capacity, dtype=torch.int32, device=self.ids.device)
-        view = CapturedCache(self.tables, cache, self._origins, self._states_of(cache), self.cross, self.expanded)
-        view.position_planes = 0  # positions are given with their planes
-        return view, lambda output: tuple(fields.take(model, output))
+        return lambda output: tuple(fields.take(model, output))
 
     @property
     def longest_suffix(self) -> int | None:
@@ -366,15 +288,13 @@ class CapturedPass(CapturedStep):
         return (longest is None or cache.suffix_length <= longest) and super().fits(cache)
 
     def run(self, cache: SharedContextCache, ids: Tensor, positions: Tensor) -> list[Tensor]:
-        """Run one pass, and return copies of the output's tensors, ``[batch, tokens, ...]``.
+        """Run one pass over a batch for which `fits` holds, with capacity for as many tokens as captured.
 
-        Args:
-            cache: The batch, for which `fits` holds, with capacity in its suffixes for as many tokens as captured.
-            ids: ``[batch, tokens]`` int64, up to as many as captured.
-            positions: ``[..., batch or 1, tokens]`` int64.
+        Takes ids ``[batch, tokens]`` and positions ``[..., batch or 1, tokens]``, int64, up to as many as captured.
+        Returns copies of the output's tensors, ``[batch, tokens, ...]``.
         """
         rows, tokens = ids.shape
-        self._load_states(cache)
+        self.buffers.load(cache.state_layers, cache.fork_states, self.rows)
         self.ids[:rows, :tokens].copy_(ids)
         self.positions[..., :rows, :tokens].copy_(positions)
         self._follow(cache)

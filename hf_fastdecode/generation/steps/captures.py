@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.own_code import own_code_of
-from ...cache.captured import CapturedStates, storages_in_place
+from ...cache.captured import storages_in_place
+from ...cache.layers.state import StepBuffers
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
@@ -29,7 +30,7 @@ _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""
 
 _MOST_BY_ROWS = 4
-"""The same of first passes with an encoder, which have memory for the keys and values of their inputs."""
+"""Maximum first passes with an encoder, which have memory for the keys and values of their inputs."""
 
 
 STEPS: Final = "decode steps"
@@ -57,7 +58,7 @@ class Captures:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
         self.prefills = CapturedPrefills[CapturedPrefill]()
-        self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS)
+        self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS, one_of_a_shape=True)
         self.count = 0
         self.steps_asked = 0
         self.failures: dict[Hashable, str] = {}
@@ -67,7 +68,7 @@ class Captures:
         self._state: Hashable = None
         self._known: Known | None = None  # about the model in this state
         self._pool: Any = None
-        self._states: CapturedStates | None = None  # of the steps' rows, in layers with states
+        self._buffers = StepBuffers(0, [])  # of the steps' rows
         self._has_workspaces = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Captures:
@@ -114,8 +115,8 @@ class Captures:
         # Inference tensors could not be written outside of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad():
             with structure.ranks.together():
-                pool, states = self._pool_on(model.device), self._states_for(rows, cache)
-                step = kind(model, rows, cache, structure, options, pool, states)
+                pool, buffers = self._pool_on(model.device), self._buffers_for(rows, cache)
+                step = kind(model, rows, cache, structure, options, pool, buffers)
             step.capture()
         # Those of suffixes that have moved go after the capture, which reuses their memory.
         self._steps = [kept for kept in self._steps if not kept.in_place or kept.reads(cache)]
@@ -134,23 +135,17 @@ class Captures:
                 return step
         return None
 
-    def _states_for(self, rows: int, cache: SharedContextCache) -> CapturedStates | None:
-        """Buffers for the states of `rows` rows; None for layers without states.
+    def _buffers_for(self, rows: int, cache: SharedContextCache) -> StepBuffers:
+        """Buffers for `rows` rows; steps that were captured with buffers of fewer go with these, for their memory."""
+        layers = cache.state_layers
+        if not self._buffers.serve(rows, layers):
+            self._steps, self._buffers = [], StepBuffers(0, [])
+            self._buffers = StepBuffers(rows, layers)
+        return self._buffers
 
-        Steps that were captured with buffers of fewer rows go with these, whose memory the larger ones may need.
-        """
-        if not cache.state_layers:
-            return None
-        if self._states is None or not self._states.serve(rows, cache):
-            self._states = None
-            self._steps = [kept for kept in self._steps if kept.states is None]
-            self._states = CapturedStates(rows, cache)
-        return self._states
-
-    def release_states(self) -> None:
-        """Copy a batch's states out of the captured steps' memory: its cache outlives the call."""
-        if self._states is not None:
-            self._states.release()
+    def release_buffers(self) -> None:
+        """Copy what a batch has in the captured steps' memory out of it: its cache outlives the call."""
+        self._buffers.release()
 
     def capture_prefill(
         self, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], device: torch.device
@@ -265,7 +260,7 @@ class Captures:
         """Drop all captures and their memory."""
         self.join_ahead()
         self._steps, self._pool, self._state = [], None, None
-        self._known = self._states = None
+        self._known, self._buffers = None, StepBuffers(0, [])
         self.prefills.clear()
         self.by_rows.clear()
         self.retry()
@@ -322,7 +317,7 @@ has itself, which is what `CallLock` is for.
 
 
 class LockHolder:
-    """Who may hold a lock: a call, in the thread that makes this object.
+    """Holder of a lock: a call, in the thread that makes this object.
 
     Args:
         scope: The scope of a call that holds it from its start to its end.
@@ -346,7 +341,7 @@ class CallLock:
 
     @property
     def holder(self) -> LockHolder | None:
-        """Who holds it."""
+        """The holder, if there is one."""
         return self._holders.get("")
 
     def acquire(self, holder: LockHolder, *, wait: bool) -> bool:

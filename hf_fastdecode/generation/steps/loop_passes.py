@@ -27,18 +27,16 @@ from ...cache.captured import storages_in_place
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
-from ...kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
+from ...kernels.forest_decode.limits import MAX_QUERIES
 from ...parallel.ranks import NoRoomError, Ranks
 from ..call_context import CallContext
 from ..forward_pass import takes_positions
 from ..snapshot import ModelWalk, ModelWatch, captured_state
 from ..support import is_nothing
-from .capture_failures import Failure, fall_back
 from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason
-from .modes import choose_mode, fused_rows
-from .prefill_passes import RowPasses
-from .runners import report_captured
+from .modes import choose_mode, fused_rows, report_captured
+from .prefill_passes import Failure, RowPasses, fall_back
 
 _QUERIES = (1, 4, MAX_QUERIES)
 """Captured numbers of tokens: up to 64 tokens in all, a pass takes about as long as one of one token per row."""
@@ -94,7 +92,7 @@ class CapturedPasses:
         cache.later_passes = None
         call, eager = self._call, self._eager
         if call.returns_cache or self._watches:
-            self._captures.release_states()
+            self._captures.release_buffers()
         if not eager:
             return
         why, total = eager.most_common(1)[0][0], eager.total()
@@ -162,10 +160,8 @@ class CapturedPasses:
         if cache.state_layers and tokens > 1:
             return "layers with states are captured with one token of each row"
         queries = next((number for number in _QUERIES if number >= tokens), MAX_QUERIES)
-        for layer in cache.attention_layers:
-            group = layer.store.query_heads // max(1, layer.store.kernel_heads)
-            if layer.storage.holds_latents and group * queries > most_packed_of_latents(self._model.device):
-                return f"layers with latents are captured with fewer than {queries} tokens of each row"
+        if any(layer.store.most_queries(self._model.device) < queries for layer in cache.attention_layers):
+            return f"layers with latents are captured with fewer than {queries} tokens of each row"
         return None
 
     def _positions(self, arguments: dict[str, Any]) -> Any:
@@ -327,7 +323,7 @@ class Way(IntEnum):
 
 
 class Bounds(NamedTuple):
-    """What a captured pass serves, for the nodes that its tables fit.
+    """The longest rows that a captured pass serves, for the nodes that its tables fit.
 
     Attributes:
         row: Most tokens of a row by the end of the call, see `SharedContextCache.longest_row`.

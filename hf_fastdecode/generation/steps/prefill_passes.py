@@ -1,23 +1,40 @@
-"""Runs the prefill passes of a call by captured graphs, where there are some or a capture pays."""
+"""The captured prefill passes of a call, the kernels that compile meanwhile, and captures that fail.
+
+While a model's first prompts are prefilled, the kernels that its steps will launch begin to compile. They are found by
+launches over empty tensors, which do not take place (`kernels.ahead`); those not found are compiled at the capture.
+
+A capture may run out of memory, be refused by a kernel or a view (`Unsupported`), perhaps for this batch's rows or
+lengths alone, or meet an operation that CUDA does not allow during a capture.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...attention.forest import Forest
+from ...attention.kv import Scoring, SuffixLengths
+from ...attention.launch.plan import HeadShape, choose_own_nodes
+from ...attention.launch.step_tables import RestTables, StepTables
+from ...attention.partial import unwritten_partial
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
-from ...cache.layers.cross import ENCODER_OUTPUTS
+from ...cache.handles import ExpandedOfStep
+from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
+from ...cache.stores import Kind, Store
+from ...errors import Unsupported, ran_out_of_memory
+from ...kernels.ahead import compile_in_background
+from ...parallel.ranks import PassFailedError
 from ..call_context import CallContext
-from .capture_failures import Failure, fall_back
+from ..decoding.sampling import compile_sampler
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
+from .captured_step import bucket
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
@@ -44,12 +61,8 @@ class PrefillPasses:
     def __call__(self, cache: SharedContextCache, tokens: Tensor, wanted: Sequence[int]) -> Tensor | None:
         """Prefill the cache's current items by a captured pass.
 
-        Args:
-            tokens: ``[length]`` int64: ids of the items, in their order.
-            wanted: Indices of tokens to return logits for.
-
-        Returns:
-            ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
+        `tokens` are ids of the items in their order, ``[length]`` int64. Returns the logits of the `wanted` ones,
+        ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
         """
         call, items = self._call, cache.state.current.items
         shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
@@ -65,10 +78,11 @@ class PrefillPasses:
             return None
         self._refresh()
         forest = context_forest(items, shape.tokens) if shape.contexts else None
-        captured = self._find(shape, cache, forest, longest)
+        prefills, ahead = call.state.captures.prefills, call.state.captures.ahead
+        make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
+        captured = _find(call, prefills, shape, forest, longest, make, _kind(shape))
         if captured is None:
             return None
-        prefills, ahead = call.state.captures.prefills, call.state.captures.ahead
         if ahead is not None and ahead.is_of(captured, tokens):
             logits = captured.end(cache, ahead.outputs(), len(wanted))
         else:
@@ -80,25 +94,9 @@ class PrefillPasses:
         call.report.observe(cache)
         return logits
 
-    def _find(
-        self, shape: PrefillShape, cache: SharedContextCache, forest: Forest | None, longest: int
-    ) -> CapturedPrefill | None:
-        """The captured pass for the cache's current items; captured now where that pays and does not fail."""
-        call, captures = self._call, self._call.state.captures
-        found = captures.prefills.find(shape, forest, longest)
-        forced = call.options.needs_capture is not None
-        if found is not None or not captures.prefills.pays(shape, forced=forced):
-            return found
-        make = partial(CapturedPrefill, call.model, shape, cache, forest, longest, call.structure)
-        return _captured(call, captures.prefills, make, _kind(shape))
-
 
 class RowPasses:
-    """Captured first passes of one call, which holds the lock of the model's captures.
-
-    Args:
-        refresh: Drops captures that the model's state has outdated.
-    """
+    """Captured first passes by rows of one call; arguments as for `PrefillPasses`."""
 
     def __init__(self, call: CallContext, refresh: Callable[[], None]):
         self._call, self._refresh = call, refresh
@@ -106,14 +104,9 @@ class RowPasses:
     def __call__(self, cache: SharedContextCache, ids: Tensor, places: Tensor, wanted: int) -> Any:
         """Prefill the cache's current items by a captured pass.
 
-        Args:
-            ids: ``[rows, width]`` int64, none of which is padding.
-            places: ``[rows or 1, width]`` int64: their positions.
-            wanted: Last positions of each row to return logits for.
-
-        Returns:
-            The model's output, with logits ``[rows, wanted, vocabulary]`` alone; None if the pass is to run eagerly,
-            to which nothing has been done then.
+        Takes ids ``[rows, width]``, none of which is padding, and their positions ``[rows or 1, width]``, int64.
+        Returns the model's output, with logits ``[rows, wanted, vocabulary]`` of the last `wanted` positions alone;
+        None if the pass is to run eagerly, to which nothing has been done then.
         """
         call = self._call
         layout = call.structure.layout
@@ -123,7 +116,7 @@ class RowPasses:
         if not takes_captured_rows(cache, layout):
             return None
         assert cache.inputs is not None
-        hidden = cache.inputs.arguments[ENCODER_OUTPUTS][0]
+        hidden = cache.inputs.hidden
         if (hidden.dtype, hidden.device) != (call.model.dtype, call.model.device):
             return None
         numbers = sum(store.numbers for store in layout.cross.values())
@@ -131,8 +124,9 @@ class RowPasses:
             return None
         self._refresh()
         rows, width = ids.shape
-        shape = RowShape(rows, width, hidden.shape[1])
-        captured = self._find(shape, cache)
+        shape, longest = RowShape(rows, width, hidden.shape[1]), cache.longest_row(width)
+        make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
+        captured = _find(call, call.state.captures.by_rows, shape, None, longest, make, _BY_ROWS)
         if captured is None:
             return None
         output = captured(cache, ids, places, wanted)
@@ -141,29 +135,25 @@ class RowPasses:
         call.report.observe(cache)
         return output
 
-    def _find(self, shape: RowShape, cache: SharedContextCache) -> CapturedRows | None:
-        """The captured pass of this shape; captured now where that pays and does not fail.
 
-        Where another cache reads its memory, there is none, and no second one is made.
-        """
-        call, captures, longest = self._call, self._call.state.captures, cache.longest_row(shape.width)
-        found = captures.by_rows.find(shape, None, longest)
-        forced = call.options.needs_capture is not None
-        if found is not None or captures.by_rows.holds(shape) or not captures.by_rows.pays(shape, forced=forced):
-            return found
-        make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
-        return _captured(call, captures.by_rows, make, _BY_ROWS)
-
-
-def _captured(
-    call: CallContext, kept: CapturedPrefills[Captured], make: Callable[[Any], Captured], kind: Hashable
+def _find(
+    call: CallContext,
+    kept: CapturedPrefills[Captured],
+    shape: Hashable,
+    forest: Forest | None,
+    longest: int,
+    make: Callable[[Any], Captured],
+    kind: Hashable,
 ) -> Captured | None:
-    """Capture a pass and keep it; None where that fails, with the reason in the report.
+    """The captured pass for a cache's current items; captured now where that pays and does not fail.
 
     Args:
         make: Captures it, in the memory pool that it is given.
         kind: Passes that are not captured again after a failure that is not for lack of memory.
     """
+    found = kept.find(shape, forest, longest)
+    if found is not None or not kept.pays(shape, forced=call.options.needs_capture is not None):
+        return found
     try:
         return call.state.captures.capture_prefill(kept, make, call.model.device)
     except Exception as error:
@@ -179,8 +169,120 @@ def _kind(shape: PrefillShape) -> Hashable:
 
 
 def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
-    """Whether a captured pass's buffers of so many numbers, which stay allocated, are a small share of the memory."""
+    """Whether a captured pass's buffers of so many elements, which stay allocated, are a small share of the memory."""
     if model.device.type != "cuda":
         return True
     total = torch.cuda.get_device_properties(model.device).total_memory
     return numbers * model.dtype.itemsize <= total / _MEMORY_PER_BUFFERS
+
+
+def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
+    """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
+    head = call.model.get_output_embeddings()
+    if not _is_first_capture(call) or head is None:
+        return
+    dtype, device = call.model.dtype, call.model.device
+
+    def launch() -> None:  # where weights are quantized it may find none
+        logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
+        compile_sampler(call.options.sampler, processors, call.config, prompts, logits)
+
+    compile_in_background(launch, device)
+
+
+def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
+    """Begin to compile the decode kernels for steps over a forest."""
+    if not _is_first_capture(call) or call.structure.parallel is not None:  # whose steps launch others
+        return
+    model, layout = call.model, call.structure.layout
+    steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
+    made_of = next(iter(layout.expanding.values()), None)
+
+    def launch() -> None:
+        attended, merged = forest, False
+        if made_of is not None and (wanted := paying_nodes(forest, steps)):
+            split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(forest)
+            attended, merged = split.as_stored, True
+            store = next(iter(layout.distinct))
+            _attend_expanded(store, Widths.of(made_of), split.expanded, model.dtype, model.device)
+        for store in layout.distinct:
+            if store.kv_heads and (store.head_dim == store.value_dim or store.kind is Kind.LATENT):
+                _attend(store, attended, model.dtype, model.device, merged=merged)
+
+    compile_in_background(launch, model.device)
+
+
+def _is_first_capture(call: CallContext) -> bool:
+    return call.mode != "eager" and not call.state.captures.made
+
+
+def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:
+    """Launch the kernels of a layer's captured step over a forest, for launches that are left out.
+
+    With `merged`, what they compute is merged with expanded nodes.
+    """
+    rows, heads, kv_heads = bucket(forest.rows), store.kv_heads * store.group_size, store.kernel_heads
+    rest = store.head_dim - store.value_dim  # of latents
+    query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
+    keys = torch.empty(rows, kv_heads, 1, store.value_dim, dtype=dtype, device=device)
+    values = torch.empty(rows, kv_heads, 1, rest, dtype=dtype, device=device) if rest else keys
+    scoring = Scoring(1.0)
+    own_nodes = choose_own_nodes(rows, HeadShape.of(query, keys, scoring), device, dominate=False)
+    tables = StepTables(rows, [0], forest, device, own_nodes)
+    tables.follow(forest, SuffixLengths(), {})
+    into = unwritten_partial(query, store.value_dim) if merged else None
+    tables.attend(0, query, keys, values, scoring, into=into)
+
+
+def _attend_expanded(store: Store, widths: Widths, forest: Forest, dtype: torch.dtype, device: torch.device) -> None:
+    """As `_attend`, for nodes with latents that are read as keys and values."""
+    rows, heads = bucket(forest.rows), store.query_heads
+    query = torch.empty(rows, heads, 1, widths.key + widths.rotated, dtype=dtype, device=device)
+    own = unwritten_partial(query, widths.value)
+    tables = RestTables(widths.rotated, rows, [0], forest, device)
+    tables.follow(forest, SuffixLengths(), {})
+    ExpandedOfStep(0, widths, tables).attend(query, Scoring(1.0), own)
+
+
+class Failure(NamedTuple):
+    """Why a capture failed.
+
+    Attributes:
+        reason: The error's first line.
+        out_of_memory: Whether PyTorch's memory did not suffice: fewer rows may be captured.
+        unsupported: Whether it was refused: other rows and lengths may be captured.
+    """
+
+    reason: str
+    out_of_memory: bool
+    unsupported: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Classify the error of a capture; one for which other processes wait (`PassFailedError`) is raised again."""
+        if isinstance(error, PassFailedError):
+            raise error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return cls(reason, ran_out_of_memory(error), isinstance(error, Unsupported))
+
+
+def fall_back(call: CallContext, what: str, failure: Failure, key: Hashable, *, lasts: bool, raises: bool) -> str:
+    """Run eagerly what could not be captured, with a warning once; returns the reason.
+
+    Args:
+        what: What runs eagerly, as the warning says it.
+        key: What it is for `Captures.failures`.
+        lasts: Whether it is not captured again until `Captures.retry`.
+        raises: Whether a forced mode raises ValueError.
+    """
+    if raises and (forced := call.options.needs_capture):
+        raise cannot_run(forced, failure.reason)
+    if lasts:
+        call.state.captures.fail(key, failure.reason, call.model.device)
+    call.state.log_once(f"{what} ({failure.reason})")
+    return failure.reason
+
+
+def cannot_run(forced: str, reason: str) -> ValueError:
+    """The error of a forced option that cannot be fulfilled."""
+    return ValueError(f"{forced} cannot run: {reason}; use {forced.partition('=')[0]}='auto'")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..._compat import CACHE, cache_in, takes_old_name, with_cache
 from ...attention.interface import attend_shared, positions_of_pass, shared_context_attention
+from ...attention.kv import SharedKV
 from ...attention.own_code import Method, OwnCode
-from ...attention.placeholders import SharedKV
-from ...cache.layers.images import ImageView
+from ...cache.layers.cross import ImageView
 from .encoder_decoders import embed_positions, project_heads
 
 

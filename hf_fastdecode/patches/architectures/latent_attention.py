@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._compat import local_part
-from ...attention.kv import Scoring
+from ...attention.kv import Scoring, SharedKV
 from ...attention.own_code import OwnCode
 from ...attention.partial import Partial
-from ...attention.placeholders import SharedKV
 from ...cache.layers.latent import multiplying
 
 

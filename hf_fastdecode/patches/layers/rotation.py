@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ...attention.interface import register_without_effect
 from ...cache.captured import CapturedCache
-from ...cache.direct_pass import require_next
-from ...cache.shared import SharedContextCache
+from ...cache.shared import SharedContextCache, require_next
 from ...conversion.fit.attention import Tables
 from ...kernels.slim_decode.inputs import TURNS, RotaryTables
 
@@ -70,7 +69,7 @@ def forest_rotation(
     before, (_, count), device = cache.state.suffixes.lengths, position_ids.shape, position_ids.device
     first = before.longest if before.per_row is None else before.per_row.to(device)[:, None]
     positions = (first + torch.arange(count, device=device)).view(-1, count)
-    slots = cache.state.suffix_shard.stored_tokens(0, before.longest + count).to(device)[None]
+    slots = cache.state.division.suffix_shard.stored_tokens(0, before.longest + count).to(device)[None]
     if not takes_kernels(cache.state.backend, device):
         return Rotation(position_ids, tokens, tables(slots), tables(positions))
     keys, kernel = _of_slots(tables, slots)

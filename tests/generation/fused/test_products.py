@@ -18,7 +18,7 @@ from hf_fastdecode.generation.fused.gated import RowProducts, products_here
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.generation.steps import captured_prefill, modes
-from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.generation.steps.graph_capture import FusedProjections
 from hf_fastdecode.kernels.device import MOST_COUNTERS
 from hf_fastdecode.kernels.row_products import api
 

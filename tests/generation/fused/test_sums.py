@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.generation.fused import norms
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums, waiting_sums
-from hf_fastdecode.generation.steps.projections import FusedProjections
+from hf_fastdecode.generation.steps.graph_capture import FusedProjections
 
 from ...tiny_models import ARCHITECTURES
 from .half_models import DEVICE, half, logits
