@@ -38,6 +38,7 @@ from ..errors import Unsupported
 from .active_passes import (
     ATTENTION_NAME,
     RowLengths,
+    autocast_dtype,
     cast,
     lengths_of_pass,
     no_autocast,
@@ -221,7 +222,7 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    if torch.is_autocast_enabled(query.device.type):
+    if autocast_dtype(query.device) is not None:
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
             out = key.attend(query, scoring)

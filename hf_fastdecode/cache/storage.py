@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..attention.active_passes import cast
+from ..attention.active_passes import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
 from ..parallel.shards import WHOLE, Shard
@@ -50,9 +50,9 @@ class TokenStorage:
 
         Takes all arguments of ``cache.update``. Parts are ``[rows, heads, tokens, width]`` each.
         """
-        if torch.is_autocast_enabled(keys.device.type):
-            return Segment(cast(keys), cast(values))
-        return Segment(keys, values)
+        if autocast_dtype(keys.device) is None:
+            return Segment(keys, values)
+        return Segment(cast(keys), cast(values))
 
     def describe(self, suffix: Segment) -> None:
         """Note the parts of suffixes, ``[rows, heads, tokens, width]`` each, where nodes have others."""

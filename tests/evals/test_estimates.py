@@ -207,6 +207,11 @@ def test_width_is_that_of_the_normal_distribution():
     assert (high - low) / 2 == pytest.approx(norm.ppf(0.9) * values.std() / 500**0.5, rel=0.05)
 
 
+def test_equal_problems_leave_no_doubt():
+    low, high = bootstrap_interval([[0.25, 1.0]] * 5)
+    assert list(low) == list(high) == [0.25, 1.0]
+
+
 def test_one_problem_says_nothing_of_problems():
     assert np.isnan(bootstrap_interval([[0.25, 1.0]])).all()
     assert np.isnan(bootstrap_interval([0.25])).all()

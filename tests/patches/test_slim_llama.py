@@ -189,7 +189,7 @@ def test_bad_plans_and_texts() -> None:
             to_slim(model, TEXT, **options)
     with pytest.raises(ValueError, match="needs 32 tokens, got 8"):
         to_slim(model, TEXT[:8])
-    with pytest.raises(ValueError, match="tokenizer="):
+    with pytest.raises(ValueError, match="or the model's `tokenizer`"):
         to_slim(model)
     singular = tiny_model("llama-mha")
     singular.model.layers[1].self_attn.k_proj.weight.data[5] = 0

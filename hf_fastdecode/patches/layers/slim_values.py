@@ -56,7 +56,7 @@ def sum_of_products(
             out = product(by_group, matrices, scales, constant, in_range)
             if heads is None:
                 return out.view(*first.shape[:-1], out.shape[1])
-            return out.view(first.shape[0], first.shape[2], heads, -1).transpose(1, 2)
+            return out.view(first.shape[0], first.shape[2], heads, out.shape[1] // heads).transpose(1, 2)
         dtype = wide(first.dtype)
         total: Any = 0
         for factor, matrix, scale in products:
