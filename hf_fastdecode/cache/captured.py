@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest
-from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
+from ..attention.kv import ExpandedKV, Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import Alike, NewTokens, RestTables, StepTables, StoredKV, TablesByShape
-from ..attention.partial import Partial
 from ..errors import Unsupported
 from .handles import ExpandedOfStep
 from .layers.attention import CapturedLayer, require_dtype

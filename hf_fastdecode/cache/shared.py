@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
-from ..attention.active_passes import lengths_of_pass
 from ..attention.forest import Forest, Path, Span, end_of
 from ..attention.kv import NotATensorError
+from ..attention.overrides import lengths_of_pass
 from ..attention.torch_operators import BACKENDS, Backend
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE

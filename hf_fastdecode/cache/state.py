@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
+from ..attention.kv import ExpandedKV, Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables, TablesByShape
-from ..attention.partial import Partial
 from ..attention.torch_operators import Backend, TorchBackend
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from ..parallel.ranks import splits_between

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import fsdp2_stays_gathered
-from ..attention.active_passes import RowLengths, active
+from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.ranks import (
@@ -41,7 +41,7 @@ class Structure:
     """A model's configs, layers and modules, for one call.
 
     Attributes:
-        configs: The distinct config objects of the model and its modules, see `attention.active_passes.active`.
+        configs: The distinct config objects of the model and its modules, see `attention.overrides.active`.
         known: What holds while the model is untouched; None where nothing tells whether it is.
         parallel: The processes between which the call's context is divided, if it is.
     """
@@ -167,7 +167,7 @@ class Structure:
 
     @contextmanager
     def passing(self, lengths: RowLengths) -> Iterator[None]:
-        """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
+        """Context of a forward pass over a shared-context cache, see `attention.overrides.active`.
 
         Overrides of the architecture's attention code and fused modules run in it.
         """

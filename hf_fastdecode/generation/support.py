@@ -13,8 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
-from ..attention.active_passes import ATTENTION_NAME
-from ..attention.own_code import own_code_of
+from ..attention.overrides import ATTENTION_NAME, own_code_of
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache

@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import Scoring, Segment, SuffixLengths
+from ..attention.kv import Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
 from ..attention.launch.step_tables import Attend, DescribedStep, NewTokens, StepTables
-from ..attention.partial import Partial
 from ..errors import Unsupported
 from ..kernels.device import interpreted, triton_is_installed
 from ..kernels.failures import KernelFailedError

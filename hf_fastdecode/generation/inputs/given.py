@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from ..._compat import ATTENDS_ACROSS_IMAGES, CACHE
-from ...attention.own_code import own_code_of
+from ...attention.overrides import own_code_of
 from ...errors import Unsupported
 from ..forward_pass import counts_padding, places_tokens
 from ..structure import Structure

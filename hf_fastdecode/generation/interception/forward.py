@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
-from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
+from ...attention.overrides import RowLengths
 from ...cache.shared import SharedContextCache, check_mask, named_arguments, next_positions
 from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by

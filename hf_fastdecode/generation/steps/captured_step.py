@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
-from ...attention.active_passes import RowLengths
+from ...attention.overrides import RowLengths
 from ...cache.captured import (
     CapturedCache,
     CapturedInputs,

@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...attention.forest import Forest
-from ...attention.kv import Scoring, SuffixLengths
+from ...attention.kv import Scoring, SuffixLengths, unwritten_partial
 from ...attention.launch.plan import HeadShape, choose_own_nodes
 from ...attention.launch.step_tables import RestTables, StepTables
-from ...attention.partial import unwritten_partial
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.handles import ExpandedOfStep
 from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
