@@ -144,6 +144,11 @@ class ModelLayout:
         return {index: store for index, store in self if store.kind is Kind.CROSS}
 
     @property
+    def shared(self) -> dict[int, Store]:
+        """By layer, the stores whose tokens rows share: of another sequence where there is one, else of prompts."""
+        return self.cross or self.per_token
+
+    @property
     def prefills_by_rows(self) -> bool:
         """Whether what layers store is computed for whole prompts only, each a row of its own."""
         return bool(self.states) or bool(self.cross)

@@ -229,7 +229,12 @@ class SharedContextCache(ForestCache):
         """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""
         if self.stores is not layout.layers:  # as it is in all but the first pass of a call
             held = self.layers if self.rows or self.segment_tokens else ()
-            self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
+            layers = layers_of(layout, self.state, held)
+            if layout.cross and self.inputs is None:
+                raise ValueError(
+                    f"a SharedContextCache of a {layout.model_type} model is made by generate, for its inputs alone"
+                )
+            self.layers, self.stores = layers, layout.layers
 
     def has_room(self, tokens: int) -> bool:
         """Whether suffixes have capacity for `tokens` tokens per row; the same on all processes that divide them."""

@@ -43,9 +43,15 @@ class Undivided:
     suffix_shard: Shard = WHOLE
     tables: Callable[..., StepTables] = StepTables
 
+    @property
+    def whose(self) -> str:
+        """Whose caches are divided so, for errors."""
+        return "this process alone" if self.parallel is None else f"the processes {list(self.parallel.global_ranks)}"
+
     def is_as(self, other: Undivided) -> bool:
         """Whether the same processes divide another cache."""
-        return self.parallel is other.parallel
+        mine, others = self.parallel, other.parallel
+        return (mine and mine.group) is (others and others.group)
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
         """The part of a segment that this process stores; `runs` as for `SequenceParallel.shard_of`."""
@@ -342,15 +348,6 @@ class SharedState:
         return self.__dict__ | {"tables": {}, "met": None, "expanded": None, "current": Pass()}
 
     @property
-    def parallel(self) -> SequenceParallel | None:
-        """The processes between which nodes and suffixes are divided; None where this one stores all."""
-        return self.division.parallel
-
-    @parallel.setter
-    def parallel(self, processes: SequenceParallel | None) -> None:
-        self.division = UNDIVIDED if processes is None else Divided(processes)
-
-    @property
     def torch_backend(self) -> TorchBackend:
         """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend
@@ -386,7 +383,7 @@ class SharedState:
 
         None where each computes all tokens: those of suffixes, and all if they split the parameters.
         """
-        parallel = self.parallel
+        parallel = self.division.parallel
         if parallel is None or self.suffix_rows or splits_between(parameters, parallel.group):
             return None
         return max_tokens * (parallel.ranks if max_tokens >= FEWEST_TOKENS else 1)

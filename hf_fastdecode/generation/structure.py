@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import fsdp2_stays_gathered
 from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout
+from ..cache.state import UNDIVIDED, Divided, Undivided
 from ..errors import Unsupported
 from ..parallel.ranks import (
     ALONE,
@@ -43,17 +44,17 @@ class Structure:
     Attributes:
         configs: The distinct config objects of the model and its modules, see `attention.overrides.active`.
         known: What holds while the model is untouched; None where nothing tells whether it is.
-        parallel: The processes between which the call's context is divided, if it is.
+        division: How processes divide the call's contexts, if they do.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         known: Known | None = None,
-        parallel: SequenceParallel | None = None,
+        division: Undivided = UNDIVIDED,
         peer_timeout: float = float("inf"),
     ):
-        self._model, self.known, self.parallel, self._peer_timeout = model, known, parallel, peer_timeout
+        self._model, self.known, self.division, self._peer_timeout = model, known, division, peer_timeout
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -77,9 +78,10 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
-        if self.parallel is None and not in_several_processes():
+        parallel = self.division.parallel
+        if parallel is None and not in_several_processes():
             return ALONE
-        dividing = None if self.parallel is None else self.parallel.group
+        dividing = None if parallel is None else parallel.group
         try:
             groups = splitting_groups(self.walk.parameters)
             if dividing is not None:
@@ -107,7 +109,7 @@ class Structure:
     @property
     def spans_processes(self) -> bool:
         """Whether several processes compute the model, or divide its contexts."""
-        return self.parallel is not None or not self.ranks.alone
+        return self.division.is_divided or not self.ranks.alone
 
     @property
     def gathering(self) -> Gathering | None:
@@ -195,7 +197,7 @@ class KeptStructure:
 
     def __init__(self) -> None:
         self._known: Known | None = None
-        self._parallel: SequenceParallel | None = None
+        self._division = UNDIVIDED
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
@@ -203,14 +205,15 @@ class KeptStructure:
     def of(self, model: PreTrainedModel, options: Options) -> Structure:
         """The structure of the model as it is now, for a call with these options."""
         group = sequence_group(options.sequence_parallel)
-        if group is None:
-            parallel = None
-        elif (parallel := self._parallel) is None or parallel.group is not group:
-            parallel = self._parallel = SequenceParallel(group)
+        division = UNDIVIDED
+        if group is not None:
+            if self._division.parallel is None or self._division.parallel.group is not group:
+                self._division = Divided(SequenceParallel(group))
+            division = self._division
         known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
-            return Structure(model, known, parallel, timeout)
-        structure = Structure(model, None, parallel, timeout)
+            return Structure(model, known, division, timeout)
+        structure = Structure(model, None, division, timeout)
         structure.known = self._known = Known(structure)
         return structure
 

@@ -150,7 +150,7 @@ def check_state(walk: ModelWalk) -> None:
 
 def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:
     """Raise `Unsupported` where the context of this model's rows, of up to `longest` tokens, cannot be divided."""
-    if (parallel := structure.parallel) is None:
+    if (parallel := structure.division.parallel) is None:
         return
     alone = "use sequence_parallel=False"
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:

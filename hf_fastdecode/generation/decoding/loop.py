@@ -192,7 +192,7 @@ class Loop:
 
     def _why_waves(self) -> str:
         """Why waiting rows cannot take the slots of finished ones; empty if they can."""
-        if not self.call.ranks.alone:
+        if not self.call.alone:
             return "several processes compute the model"
         if not self.stopping.pads:
             return "without end tokens all rows end at one length"
@@ -395,7 +395,7 @@ def decode_shared(
     )
     ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
     loop = Loop(call, input_ids, start, stopping, streamer, make_steps, log_probs)
-    with call.ranks.together() as offer:
+    with call.together() as offer:
         offer.compare(lambda: ends, "generate was called differently")
         loop.sampler, why = choose(call.options.sampler)
         is_fast = loop.sampler.name == "fast"
@@ -404,11 +404,11 @@ def decode_shared(
     if least != -most:
         if is_fast:
             loop.sampler, why = choose("hf")[0], "another process of the model uses it"
-        with call.ranks.together() as offer:
+        with call.together() as offer:
             offer.numbers = loop.offered()
         numbers = offer.numbers
     loop.decisions = Decisions(call.ranks, numbers[0], *map(bool, numbers[1:]))
-    whose = "" if call.ranks.alone else ", on rank 0 for all processes"
+    whose = "" if call.alone else ", on rank 0 for all processes"
     call.report.sampler, call.report.sampler_reason = loop.sampler.name, why + whose
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = loop.run()

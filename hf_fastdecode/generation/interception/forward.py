@@ -66,8 +66,6 @@ def _forward_shared(
     if cache.inputs is not None:  # in the place of as many rows as the decoder has
         cache.inputs.see(given)
         given |= cache.inputs.arguments
-    elif model.config.is_encoder_decoder:
-        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = structure_of_call(model_state, model)
     active_call, was_empty = active_call_of_thread.get(), cache.is_empty
     if active_call is not None and active_call.loop is not None:

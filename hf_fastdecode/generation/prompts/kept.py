@@ -68,7 +68,7 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
         _check_vocabulary(inner, prompts.groups)
         cache = SharedContextCache(backend=options.backend)
-        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
+        cache.state.division, cache.gaps = structure.division, any(group.gaps for group in prompts.groups)
         plan, rows = _plan(prompts, cache, structure, options)
         given = {"the prompts' tokens": plan.new_tokens, "number of prompts": len(plan.forest.paths)}
         offer.compare(lambda: given | {"max_prefill_tokens": limit}, "prefill was called differently")

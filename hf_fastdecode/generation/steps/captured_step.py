@@ -108,7 +108,7 @@ class CapturedStep:
         if self._gives_planes:
             view.position_planes = 0
         if cache.inputs is not None:
-            view.inputs = CapturedInputs(view, cache.inputs, inputs.tables)
+            view.inputs = CapturedInputs(view, cache, inputs.tables)
         mask: dict[str, Any] = {}
         self.next_slot: Tensor | None = None
         if cache.inputs is not None and not takes_positions(model):

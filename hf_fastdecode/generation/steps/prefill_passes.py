@@ -27,9 +27,8 @@ from ...cache.handles import ExpandedOfStep
 from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
 from ...cache.stores import Kind, Store
-from ...errors import Unsupported, ran_out_of_memory
+from ...errors import PassFailedError, Unsupported, ran_out_of_memory
 from ...kernels.ahead import compile_in_background
-from ...parallel.ranks import PassFailedError
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
@@ -118,7 +117,7 @@ class RowPasses:
         hidden = cache.inputs.hidden
         if (hidden.dtype, hidden.device) != (call.model.dtype, call.model.device):
             return None
-        numbers = sum(store.numbers for store in layout.cross.values())
+        numbers = sum(store.numbers for store in layout.shared.values())
         if not _takes_little_memory(call.model, hidden.shape[0] * hidden.shape[1] * numbers):
             return None
         self._refresh()
@@ -177,8 +176,7 @@ def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
 
 def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
     """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
-    head = call.model.get_output_embeddings()
-    if not _is_first_capture(call) or head is None:
+    if (head := call.model.get_output_embeddings()) is None:
         return
     dtype, device = call.model.dtype, call.model.device
 
@@ -191,8 +189,6 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     """Begin to compile the decode kernels for steps over a forest."""
-    if not _is_first_capture(call) or call.structure.parallel is not None:  # whose steps launch others
-        return
     model, layout = call.model, call.structure.layout
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)
@@ -209,10 +205,6 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
                 _attend(store, attended, model.dtype, model.device, merged=merged)
 
     compile_in_background(launch, model.device)
-
-
-def _is_first_capture(call: CallContext) -> bool:
-    return call.mode != "eager" and not call.state.captures.made
 
 
 def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:
