@@ -28,7 +28,7 @@ from ..errors import PeerFailedError, Unsupported
 from ..parallel.ranks import Offer, Ranks
 from .fingerprint import Fingerprint
 from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
-from .inputs.given import GivenInputs
+from .inputs.given import PLAIN, GivenInputs
 from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
@@ -290,7 +290,9 @@ class ActiveCall:
         prepare = vars(self.model).get("prepare_inputs_for_generation")
         taken = left_out(self.model, arguments) | (set() if prepare is None else signature(prepare).parameters.keys())
         others = {name: value for name, value in arguments.items() if name not in taken}
-        if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
+        if self.inputs is not None or others.keys() <= PLAIN:
+            return
+        if (inputs := GivenInputs.among(others, encode)) is not None:
             self.inputs = inputs
             for name in inputs.arguments:
                 del arguments[name]

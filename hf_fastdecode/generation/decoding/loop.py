@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..._compat import CACHE, optimized_for_decode, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ...kernels.limits import refusal_of_logits
 from ...log import logger
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
@@ -385,6 +386,7 @@ def decode_shared(
     recorders = [one for one in processors if type(one) is TokenLogProbs]
     log_probs = recorders[0] if len(recorders) == 1 else None
     processors = LogitsProcessorList(one for one in processors if one is not log_probs)
+    form = start.logits.device, start.logits.dtype
     choose = partial(
         choose_sampler,
         processors=processors,
@@ -392,6 +394,7 @@ def decode_shared(
         prompts=input_ids,
         logits=start.logits,
         computed_in=start.cache.computed_in,
+        refused=call.structure.kept(("logits that kernels read", *form), lambda: refusal_of_logits(*form)),
     )
     ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
     loop = Loop(call, input_ids, start, stopping, streamer, make_steps, log_probs)

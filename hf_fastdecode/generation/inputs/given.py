@@ -24,7 +24,10 @@ from ..forward_pass import counts_padding, places_tokens
 from ..structure import Structure
 
 PLAIN: Final = frozenset(
-    {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+    {
+        *("attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"),
+        *("expand_size", "is_encoder_decoder"),  # of the method that repeats them for samples and beams
+    }
 )
 """Model arguments of `generate` that are no inputs in this sense."""
 

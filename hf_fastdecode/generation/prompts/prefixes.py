@@ -28,8 +28,7 @@ from ..call_context import CallContext
 from ..inputs.distinct import FoundInputs, find_image_inputs, find_inputs
 from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
-from .by_rows import Rows, row_passes
-from .packed import prefill_passes
+from .by_rows import Rows, prefill_passes
 from .prompt_plan import (
     FEWEST,
     ComparedPrompts,
@@ -264,12 +263,8 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         tokens = token.repeat(1, 2 * FEWEST)
         plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
         try:
-            if structure.layout.prefills_by_rows:
-                rows = Rows.of(tokens, None)
-                passes = row_passes(model, cache, plan, rows, continuation, keep=1, max_tokens=limit)
-            else:
-                passes = prefill_passes(model, cache, plan, [], max_tokens=limit)
-            deque(passes, maxlen=0)
+            rows = Rows.of(tokens, None) if structure.layout.prefills_by_rows else None
+            deque(prefill_passes(model, cache, plan, continuation, rows=rows, max_tokens=limit), maxlen=0)
         except _ASKS_FOR_IMAGES:
             return False
         return True
