@@ -491,37 +491,6 @@ def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
     return (contexts + own)[:, None] + torch.arange(queries, device=own.device)
 
 
-def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
-    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
-
-    Args:
-        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
-            four dimensions are left to the attention function, which rejects them.
-        queries: Tokens the pass appends to each row.
-
-    Raises:
-        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
-    """
-    if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
-        return
-    if mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask must be [rows, tokens], got shape {list(mask.shape)}; omit it for no padding"
-        )
-    if not cache.rows:
-        raise ValueError(
-            "an empty SharedContextCache takes no padded prompts; make it with hf_fastdecode.prefill(model, ...)"
-        )
-    hidden = (mask == 0).cpu()
-    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
-    in_front = hidden.long().cumprod(1).sum(1)
-    if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
-        raise ValueError(
-            "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
-            "mask only left padding"
-        )
-
-
 def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
     """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`.
 

@@ -142,8 +142,7 @@ class CallContext:
 
     @property
     def alone(self) -> bool:
-        """Whether no other process computes the model with this one, so that nothing need be agreed on."""
-        return self.ranks.alone
+        return self.structure.alone
 
     def together(self) -> AbstractContextManager[Offer]:
         """Context of work that fails on all processes of the model if it does on one, see `Ranks.together`."""

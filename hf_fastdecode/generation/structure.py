@@ -107,9 +107,9 @@ class Structure:
         self.ranks.require_same("a forward pass was called differently", fields)
 
     @property
-    def spans_processes(self) -> bool:
-        """Whether several processes compute the model, or divide its contexts."""
-        return self.division.is_divided or not self.ranks.alone
+    def alone(self) -> bool:
+        """Whether no other process computes the model, or its contexts, with this one: nothing need be agreed on."""
+        return self.ranks.alone
 
     @property
     def gathering(self) -> Gathering | None:
@@ -197,7 +197,7 @@ class KeptStructure:
 
     def __init__(self) -> None:
         self._known: Known | None = None
-        self._division = UNDIVIDED
+        self._division: Undivided = UNDIVIDED
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
@@ -205,11 +205,10 @@ class KeptStructure:
     def of(self, model: PreTrainedModel, options: Options) -> Structure:
         """The structure of the model as it is now, for a call with these options."""
         group = sequence_group(options.sequence_parallel)
-        division = UNDIVIDED
-        if group is not None:
-            if self._division.parallel is None or self._division.parallel.group is not group:
-                self._division = Divided(SequenceParallel(group))
-            division = self._division
+        if group is None:
+            division = UNDIVIDED
+        elif (parallel := (division := self._division).parallel) is None or parallel.group is not group:
+            division = self._division = Divided(SequenceParallel(group))
         known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
             return Structure(model, known, division, timeout)

@@ -189,7 +189,7 @@ def check_processes(structure: Structure) -> None:
     if (gathering := structure.gathering) is not None:
         raise Unsupported(*gathering)
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
-    if structure.layout.prefills_by_rows and structure.spans_processes:
+    if structure.layout.prefills_by_rows and not structure.alone:
         raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 

@@ -140,7 +140,7 @@ class GivenInputs:
             raise Unsupported(
                 f"the argument {name!r} is not accelerated where positions are not those of tokens alone"
             )
-        if structure.spans_processes:
+        if not structure.alone:
             raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
         self._check_steps(model)
 

@@ -166,8 +166,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    several = in_several_processes()
-    if not several and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
+    if not in_several_processes() and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
@@ -180,7 +179,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
-            ranks = structure_of_call(model_state, model).ranks if may_share and several else ALONE
+            ranks = _ranks_of(model_state, model) if may_share else ALONE
             ranks.watchdog.frees(model_state.captures)
             with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                 if may_share and isinstance(cache_in(kwargs), SharedContextCache):
@@ -203,6 +202,11 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _ranks_of(model_state: ModelState, model: PreTrainedModel) -> Ranks:
+    """The processes that compute the model together; one alone does not read its structure before it needs that."""
+    return structure_of_call(model_state, model).ranks if in_several_processes() else ALONE
 
 
 def _report_bypass(
