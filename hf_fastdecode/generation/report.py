@@ -165,10 +165,9 @@ class CallReport:
             self.inputs, self.input_bytes = cache.inputs.count, cache.inputs.nbytes
             self.stock_input_bytes = cache.inputs.stock_row_bytes
         if self.ranks > 1:
-            divided = cache.state.division.parallel
             kind, ranks, layers = "tensor", self.ranks, 0
-            if divided is not None:
-                kind, ranks, layers = "sequence", divided.ranks, len(cache.attention_layers)
+            if (division := cache.state.division).is_divided:
+                kind, ranks, layers = "sequence", division.ranks, len(cache.attention_layers)
             self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .._compat import fsdp2_stays_gathered
 from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout
-from ..cache.state import UNDIVIDED, Divided, Undivided
 from ..errors import Unsupported
 from ..parallel.ranks import (
     ALONE,
@@ -27,6 +26,7 @@ from ..parallel.ranks import (
     splitting_groups,
 )
 from ..parallel.sequence import SequenceParallel
+from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
 from .foreign_code import Role, role_of
 from .forward_pass import input_device
@@ -78,10 +78,9 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
-        parallel = self.division.parallel
-        if parallel is None and not in_several_processes():
+        dividing = self.division.group
+        if dividing is None and not in_several_processes():
             return ALONE
-        dividing = None if parallel is None else parallel.group
         try:
             groups = splitting_groups(self.walk.parameters)
             if dividing is not None:
@@ -207,8 +206,8 @@ class KeptStructure:
         group = sequence_group(options.sequence_parallel)
         if group is None:
             division = UNDIVIDED
-        elif (parallel := (division := self._division).parallel) is None or parallel.group is not group:
-            division = self._division = Divided(SequenceParallel(group))
+        elif (division := self._division).group is not group:
+            division = self._division = SequenceParallel(group)
         known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
             return Structure(model, known, division, timeout)

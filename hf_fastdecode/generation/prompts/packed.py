@@ -75,7 +75,8 @@ def packed_passes(
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
     # Further arguments may ask for outputs of every token.
-    most = None if arguments else cache.state.most_divided(model.parameters(), max_tokens)
+    whole = bool(arguments or cache.state.suffix_rows)  # so are tokens of suffixes
+    most = None if whole else cache.state.division.most_of_pass(model.parameters(), max_tokens)
     divide, stop = most is not None, 0
     for items_of_pass in _passes(items, max_tokens if most is None else most):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
