@@ -223,6 +223,9 @@ class FastSampler(Sampler):
             self._seen[rows.to(self._seen.device)] = self._seen_of(rows)
 
 
+_CANNOT_DRAW = "sampler='fast' cannot draw these tokens: {}; use sampler='auto'"
+
+
 def choose_sampler(
     asked: str,
     processors: LogitsProcessorList,
@@ -242,26 +245,24 @@ def choose_sampler(
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
         refused: Why kernels do not read such logits; None if they do, see `refusal_of_logits`.
     """
-    failed: Exception | None = None
     stock = TransformersSampler(processors, do_sample=config.do_sample, rows=len(prompts))
     if asked == "hf":
         return stock, "sampler='hf' was requested"
-    if refused is None:
-        try:
-            chain = _chain(processors, config, prompts)
-            if asked == "auto" and computed_in is not None and computed_in.itemsize > 2:
-                raise Unsupported(
-                    f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock"
-                )
-            fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
-        except (Unsupported, KernelFailedError) as error:
-            refused, failed = str(error), error
-        else:
-            why = "the kernel supports the call's processors"
-            return fast, "sampler='fast' was requested" if asked == "fast" else why
-    if asked == "fast":
-        raise ValueError(f"sampler='fast' cannot draw these tokens: {refused}; use sampler='auto'") from failed
-    return stock, refused
+    if refused is not None:
+        if asked == "fast":
+            raise ValueError(_CANNOT_DRAW.format(refused))
+        return stock, refused
+    try:
+        chain = _chain(processors, config, prompts)
+        if asked == "auto" and computed_in is not None and computed_in.itemsize > 2:
+            raise Unsupported(f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock")
+        fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
+    except (Unsupported, KernelFailedError) as error:
+        if asked == "fast":
+            raise ValueError(_CANNOT_DRAW.format(error)) from error
+        return stock, str(error)
+    why = "the kernel supports the call's processors"
+    return fast, "sampler='fast' was requested" if asked == "fast" else why
 
 
 def compile_sampler(
