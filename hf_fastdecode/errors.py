@@ -35,6 +35,10 @@ class Unsupported(Exception):  # noqa: N818 - an outcome that calls recover from
         self.what, self.remedy, self.of_prompts = what, remedy, of_prompts
 
 
+class PassFailedError(RuntimeError):
+    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
+
+
 class PeerFailedError(RuntimeError):
     """Another process of the model failed, so that this one cannot go on.
 

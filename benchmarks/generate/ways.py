@@ -20,9 +20,9 @@ from transformers import PreTrainedModel, cache_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.attention.kv import ForestKV, Segment, SharedKV
+from hf_fastdecode.attention.overrides import ATTENTION_NAME
 from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement import SAMPLING

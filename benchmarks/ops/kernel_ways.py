@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_fastdecode.attention.kv import Scoring
+from hf_fastdecode.attention.kv import Partial, Scoring, empty_partial, merge
 from hf_fastdecode.attention.launch.kernel_call import node_addresses
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
-from hf_fastdecode.attention.partial import Partial, empty_partial, merge
 from hf_fastdecode.kernels.device import shared_memory
 from hf_fastdecode.kernels.forest_decode.api import NodeWorkspace, attend_nodes
 from hf_fastdecode.kernels.forest_decode.merge import merge_partial

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
+from hf_fastdecode.attention.kv import ForestKV, Partial, Scoring, Segment, SuffixLengths, merge
 from hf_fastdecode.attention.launch.step_tables import StepTables
-from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.attention.torch_operators import decode_ops
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
 from hf_fastdecode.kernels.device import interpreted, triton_is_installed

@@ -3,13 +3,13 @@
 transformers' attention classes pass what the cache layer's ``update`` returns to their attention function, as ``key``
 and ``value``, whatever its type. Layers of a shared-context cache return a `SharedKV`, and the attention function here
 calls its `attend`. Likewise the mask function returns a `SlidingWindow` instead of a mask tensor. A model's configs
-name these two functions only inside `active_passes.active`, which wraps every forward pass over such a cache.
+name these two functions only inside `overrides.active`, which wraps every forward pass over such a cache.
 
 Models for images add to causal masks: transformers' `create_causal_mask` takes ``block_sequence_ids``, the number of
 the image that each token is of, and -1 for text; tokens of an image see each other. Models that always give them get a
 mask function which is causal for text.
 
-Overrides of attention code that does not use this interface (`own_code`) call `attend_shared` and `attend_encoded`.
+Overrides of attention code that does not use this interface (`overrides`) call `attend_shared` and `attend_encoded`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import setting
 from ..errors import Unsupported
-from .active_passes import (
+from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
+from .overrides import (
     ATTENTION_NAME,
     RowLengths,
     autocast_dtype,
     cast,
     lengths_of_pass,
     no_autocast,
+    own_code_of,
     stock_attention,
 )
-from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
-from .own_code import own_code_of
 
 NOT_CAUSAL = "the model's mask is not plain causal attention"
 
@@ -91,15 +91,15 @@ def shared_context_mask(
         mask_function, allow_is_causal_skip = plain, True
     window = lengths.keep_if_binding(local_size)
     own = own_code_of(type(kwargs.get("config")))
-    added_in_stand_ins = own is not None and own.reads_masks
-    if mask_function is bidirectional_mask_function and not added_in_stand_ins:  # which would not see it
+    added_in_overrides = own is not None and own.reads_masks
+    if mask_function is bidirectional_mask_function and not added_in_overrides:  # which would not see it
         return BidirectionalMask(kwargs.get("attention_mask"))
-    if (not allow_is_causal_skip and not added_in_stand_ins) or (
+    if (not allow_is_causal_skip and not added_in_overrides) or (
         local_size is None and mask_function is not causal_mask_function
     ):
         raise Unsupported(NOT_CAUSAL)
     if window is None:
-        return CausalMask() if added_in_stand_ins else None
+        return CausalMask() if added_in_overrides else None
     if not _slides(mask_function, window):
         raise Unsupported(
             f"chunks of {window} tokens are shorter than the longest row, {lengths.longest} tokens; of local "
@@ -338,7 +338,7 @@ def attend_shared(
     window: int | None = None,
     distances: Tensor | None = None,
 ) -> Tensor:
-    """Attention for overrides (`own_code`): causal, and within a window or with `Scoring.distances` if given.
+    """Attention for overrides: causal, and within a window or with `Scoring.distances` if given.
 
     Takes queries ``[batch, heads, queries, head_dim]`` and what the cache layer's ``update`` returned; returns
     ``[batch, queries, heads, head_dim]``.

@@ -16,14 +16,12 @@ from torch import Tensor
 from transformers import Cache
 
 from ..attention.forest import Forest
-from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
+from ..attention.kv import ExpandedKV, Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import Alike, NewTokens, RestTables, StepTables, StoredKV, TablesByShape
-from ..attention.partial import Partial
 from ..errors import Unsupported
 from .handles import ExpandedOfStep
 from .layers.attention import CapturedLayer, require_dtype
-from .layers.cross import EncodedInputs
 from .shared import SharedContextCache
 from .state import Pass, SharedState
 
@@ -132,7 +130,9 @@ class CapturedInputs:
 
     tokens = 1
 
-    def __init__(self, cache: CapturedCache, inputs: EncodedInputs, tables: TablesByShape):
+    def __init__(self, view: CapturedCache, cache: SharedContextCache, tables: TablesByShape):
+        inputs = cache.inputs
+        assert inputs is not None
         kv_heads = {layer: inputs.example(layer).keys.shape[0] for layer in inputs.segments}
 
         def attend(layer: int, query: Tensor, scoring: Scoring) -> Tensor:
@@ -141,7 +141,7 @@ class CapturedInputs:
             return part.out.to(query.dtype).transpose(1, 2)
 
         self.arguments, self.layers = inputs.placeholders, inputs.layers
-        self.view = inputs.view_of(cache, self, attend)
+        self.view = inputs.view_of(view, self, attend)
 
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Refuse: a captured step comes after the pass that stored what inputs have."""

@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..attention.forest import Forest, Node, Span, joined
-from ..attention.kv import Scoring, Segment, SuffixLengths
+from ..attention.kv import Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.kernel_call import padded_intervals, padded_kernel_attention, takes_windows
 from ..attention.launch.plan import NO_OWN_NODES
 from ..attention.launch.step_tables import Alike, TablesByShape
-from ..attention.partial import Partial
 from ..attention.torch_operators.decode_ops import attend_alike
 from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported

@@ -14,12 +14,21 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
-from ..attention.kv import ExpandedKV, ForestKV, Scoring, Segment, SharedKV, SuffixLengths
+from ..attention.kv import (
+    ExpandedKV,
+    ForestKV,
+    Partial,
+    Scoring,
+    Segment,
+    SharedKV,
+    SuffixLengths,
+    merge,
+    unwritten_partial,
+)
 from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.kernel_call import kernel_attention
 from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import RestTables, StepTables
-from ..attention.partial import Partial, merge, unwritten_partial
 from ..attention.torch_operators import decode_ops
 from ..attention.torch_operators.decode_ops import biased_causal_attention, nodes_attention
 from ..attention.torch_operators.operators import cannot_run

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .._compat import local_part
-from ..attention.own_code import OwnCode, own_code_of, stand_ins_of
+from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
 from .layers.attention import REMEDY, SharedContextLayer, other_heads
 from .layers.latent import ExpandsLatents, LatentStorage
@@ -110,7 +110,7 @@ class ModelLayout:
                 continue
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
-            elif "expand_kv" in stand_ins_of(type(module)):
+            elif "expand_kv" in overrides_of(type(module)):
                 expanding[index] = module
                 layers[index] = _with_heads_of_latents(module, layers[index], whole)
             elif sum(store.kind in PER_TOKEN for store in layers[index]) == 1:
@@ -142,6 +142,11 @@ class ModelLayout:
     def cross(self) -> dict[int, Store]:
         """By layer, the stores with keys and values of another sequence."""
         return {index: store for index, store in self if store.kind is Kind.CROSS}
+
+    @property
+    def shared(self) -> dict[int, Store]:
+        """By layer, the stores whose tokens rows share: of another sequence where there is one, else of prompts."""
+        return self.cross or self.per_token
 
     @property
     def prefills_by_rows(self) -> bool:

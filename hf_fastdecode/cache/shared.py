@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 
-from ..attention.active_passes import lengths_of_pass
 from ..attention.forest import Forest, Path, Span, end_of
 from ..attention.kv import NotATensorError
+from ..attention.overrides import lengths_of_pass
 from ..attention.torch_operators import BACKENDS, Backend
 from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
@@ -229,7 +229,12 @@ class SharedContextCache(ForestCache):
         """Make the layers of a model, or raise ValueError if the cache's are of a model with other layers."""
         if self.stores is not layout.layers:  # as it is in all but the first pass of a call
             held = self.layers if self.rows or self.segment_tokens else ()
-            self.layers, self.stores = layers_of(layout, self.state, held), layout.layers
+            layers = layers_of(layout, self.state, held)
+            if layout.cross and self.inputs is None:
+                raise ValueError(
+                    f"a SharedContextCache of a {layout.model_type} model is made by generate, for its inputs alone"
+                )
+            self.layers, self.stores = layers, layout.layers
 
     def has_room(self, tokens: int) -> bool:
         """Whether suffixes have capacity for `tokens` tokens per row; the same on all processes that divide them."""
@@ -484,37 +489,6 @@ def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
     before = cache.forest.context_lengths if width is None else [width] * cache.rows
     contexts = torch.tensor(before, dtype=torch.long, device="cpu").to(own.device)
     return (contexts + own)[:, None] + torch.arange(queries, device=own.device)
-
-
-def check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
-    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
-
-    Args:
-        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
-            four dimensions are left to the attention function, which rejects them.
-        queries: Tokens the pass appends to each row.
-
-    Raises:
-        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
-    """
-    if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
-        return
-    if mask.dim() != 2:
-        raise ValueError(
-            f"attention_mask must be [rows, tokens], got shape {list(mask.shape)}; omit it for no padding"
-        )
-    if not cache.rows:
-        raise ValueError(
-            "an empty SharedContextCache takes no padded prompts; make it with hf_fastdecode.prefill(model, ...)"
-        )
-    hidden = (mask == 0).cpu()
-    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
-    in_front = hidden.long().cumprod(1).sum(1)
-    if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
-        raise ValueError(
-            "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
-            "mask only left padding"
-        )
 
 
 def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:

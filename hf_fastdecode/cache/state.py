@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -16,177 +16,11 @@ from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables, TablesByShape
-from ..attention.partial import Partial
 from ..attention.torch_operators import Backend, TorchBackend
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
-from ..parallel.ranks import splits_between
-from ..parallel.sequence import GATHERED_TOKENS, DividedStepTables, OwnTokens, SequenceParallel, window_is_not_divided
-from ..parallel.shards import FEWEST_TOKENS, WHOLE, DividedPass, GatheredContexts, InPass, Shard
+from ..parallel.shards import UNDIVIDED, DividedPass, OwnTokens, Undivided
 from .layers.latent import MOST_STEPS_EXPECTED, ExpandedNodes, LatentStorage, expanded_where_it_pays
 from .storage import Suffixes
-
-Contexts = Callable[[Any], Segment]
-"""Keys and values of a context of a prefill pass by its name."""
-
-
-class Undivided:
-    """A process that stores nodes and suffixes whole.
-
-    Attributes:
-        is_divided: Whether several processes divide them.
-        parallel: These processes; None for one alone.
-        suffix_shard: What this process stores of each suffix.
-        tables: Makes kernel tables for what is stored here; arguments as for `StepTables`.
-    """
-
-    is_divided: ClassVar[bool] = False
-    parallel: SequenceParallel | None = None
-    suffix_shard: Shard = WHOLE
-    tables: Callable[..., StepTables] = StepTables
-
-    def is_as(self, other: Undivided) -> bool:
-        """Whether the same processes divide another cache."""
-        return self.parallel is other.parallel
-
-    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        """The part of a segment that this process stores; `runs` as for `SequenceParallel.shard_of`."""
-        return WHOLE
-
-    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        """The part of a forest that this process stores; the same object for the same forest."""
-        return forest
-
-    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
-        """Tokens that this process stores of each suffix."""
-        return lengths
-
-    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
-        """Tokens stored here of suffixes that a step's queries see, see `ForestKV`."""
-        return None
-
-    def room(self, tokens: int) -> int:
-        """Capacity that a suffix of so many tokens needs, the same on all processes, so that storage moves alike."""
-        return tokens
-
-    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
-        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
-        return stored.view(span)
-
-    def merge(self, part: Partial) -> Partial:
-        """Attention to all keys, of the partial over those stored here; a collective if divided."""
-        return part
-
-    def check_window(self, window: int | None) -> None:
-        """Raise `Unsupported` for a window that hides tokens, where contexts are divided."""
-
-    def own_tokens(self, spans: Path) -> OwnTokens | None:
-        """Which tokens of a pass over these spans this process stores; None for all."""
-        return None
-
-    def read_at_once(self, context: Path) -> Path:
-        """A context in spans that fit in memory: where it is divided, each is gathered whole."""
-        return context
-
-    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
-        """The part of a pass over these runs that this process computes; None for all of it."""
-        return None
-
-    def reads(
-        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
-    ) -> ReadsContexts:
-        """Reads a layer's contexts in a prefill pass.
-
-        They are spans that this process stores, spans that are divided, which `gather` makes by a collective, and the
-        pass's own tokens, `whole`. `contexts` are those of all processes.
-        """
-        return ReadsContexts(stored)
-
-
-class ReadsContexts:
-    """Reads the contexts of one layer in a prefill pass.
-
-    Attributes:
-        read: Keys and values of a context by its name.
-        in_any_order: Whether contexts may be read several times.
-    """
-
-    def __init__(self, read: Contexts, *, in_any_order: bool = True):
-        self.read, self.in_any_order = read, in_any_order
-
-    def finish(self) -> None:
-        """End the pass in this layer."""
-
-
-class _ReadsGathered(ReadsContexts):
-    """Gathers contexts that are divided between processes, all of them on each."""
-
-    def __init__(self, gathered: GatheredContexts, whole: Segment, *, in_any_order: bool):
-        def read(name: Any) -> Segment:
-            if isinstance(name, InPass):  # tokens of the pass that other processes compute
-                return whole.view(Span(0, name.start, name.length))
-            return gathered(name)
-
-        super().__init__(read, in_any_order=in_any_order)
-        self.finish = gathered.finish  # type: ignore[method-assign]
-
-
-class Divided(Undivided):
-    """One of the processes that divide nodes and suffixes (Tree Attention)."""
-
-    is_divided = True
-    parallel: SequenceParallel
-
-    def __init__(self, parallel: SequenceParallel):
-        self.parallel, self.suffix_shard = parallel, parallel.suffix_shard
-        self.tables = partial(DividedStepTables, parallel)
-
-    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        return self.parallel.shard_of(runs, segment)
-
-    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        return self.parallel.stored(forest, runs)
-
-    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
-        return self.parallel.stored_suffixes(lengths)
-
-    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
-        whole = torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.cpu()
-        return self.suffix_shard.counts(whole.long()[:, None] + 1 + torch.arange(queries, device="cpu"))
-
-    def room(self, tokens: int) -> int:
-        # As the process that stores most, and one more, which a step may write to that stores no token.
-        return replace(self.suffix_shard, rank=0).count(tokens) + 1
-
-    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
-        return self.parallel.whole(stored, span, runs)
-
-    def merge(self, part: Partial) -> Partial:
-        return self.parallel.merge(part)
-
-    def check_window(self, window: int | None) -> None:
-        if window is not None:
-            raise window_is_not_divided(window)
-
-    def own_tokens(self, spans: Path) -> OwnTokens | None:
-        return self.parallel.own_tokens(spans)
-
-    def read_at_once(self, context: Path) -> Path:
-        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
-        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
-
-    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
-        return DividedPass.of(runs, self.parallel.group)
-
-    def reads(
-        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
-    ) -> ReadsContexts:
-        read_here = {name for run in runs.runs for name in run.context if isinstance(name, Span)}
-        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
-        gathered = GatheredContexts(contexts, read_here, gather)
-        return _ReadsGathered(gathered, whole, in_any_order=len(contexts) <= 1)
-
-
-UNDIVIDED = Undivided()
 
 
 @dataclass(frozen=True)
@@ -343,15 +177,6 @@ class SharedState:
         return self.__dict__ | {"tables": {}, "met": None, "expanded": None, "current": Pass()}
 
     @property
-    def parallel(self) -> SequenceParallel | None:
-        """The processes between which nodes and suffixes are divided; None where this one stores all."""
-        return self.division.parallel
-
-    @parallel.setter
-    def parallel(self, processes: SequenceParallel | None) -> None:
-        self.division = UNDIVIDED if processes is None else Divided(processes)
-
-    @property
     def torch_backend(self) -> TorchBackend:
         """Backend for PyTorch's operators, which always compute prefill."""
         return "auto" if self.backend == "triton" else self.backend
@@ -381,16 +206,6 @@ class SharedState:
             (rows.shape[0], rows.shape[1]) if tensors and rows is not None else None,
             torch_backend=self.torch_backend,
         )
-
-    def most_divided(self, parameters: Iterable[Tensor], max_tokens: int) -> int | None:
-        """Most tokens of a pass over new nodes that is divided between processes, each of which may have `max_tokens`.
-
-        None where each computes all tokens: those of suffixes, and all if they split the parameters.
-        """
-        parallel = self.parallel
-        if parallel is None or self.suffix_rows or splits_between(parameters, parallel.group):
-            return None
-        return max_tokens * (parallel.ranks if max_tokens >= FEWEST_TOKENS else 1)
 
     def step(self, queries: int) -> Pass:
         """Make the pass that appends so many tokens to every suffix, for all of its layers."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..attention.active_passes import autocast_dtype, cast
 from ..attention.forest import Span
 from ..attention.kv import Segment, SuffixLengths
+from ..attention.overrides import autocast_dtype, cast
 from ..parallel.shards import WHOLE, Shard
 
 _FIRST_CAPACITY = 256

@@ -1,6 +1,6 @@
 """A store of a layer: its kind and sizes on this device, how configs describe both, and which model types are known.
 
-Models that keep their states elsewhere than in transformers' caches are in `attention.own_code`.
+Models that keep their states elsewhere than in transformers' caches are in `attention.overrides`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..attention.launch.plan import HeadShape
-from ..attention.own_code import own_code_of
+from ..attention.overrides import own_code_of
 from ..kernels.forest_decode.limits import MAX_QUERIES, most_packed_of_latents
 
 GROUP: Final = 16

@@ -28,7 +28,7 @@ from ..errors import PeerFailedError, Unsupported
 from ..parallel.ranks import Offer, Ranks
 from .fingerprint import Fingerprint
 from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
-from .inputs.given import GivenInputs
+from .inputs.given import PLAIN, GivenInputs
 from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
@@ -140,6 +140,10 @@ class CallContext:
     def ranks(self) -> Ranks:
         return self.structure.ranks
 
+    @property
+    def alone(self) -> bool:
+        return self.structure.alone
+
     def together(self) -> AbstractContextManager[Offer]:
         """Context of work that fails on all processes of the model if it does on one, see `Ranks.together`."""
         return self.ranks.together()
@@ -147,19 +151,19 @@ class CallContext:
     @property
     def shares_anyway(self) -> bool:
         """Whether the call shares whatever that saves: with a cache of the caller's, or to divide each context."""
-        return self.must_share or self.structure.parallel is not None
+        return self.must_share or self.structure.division.is_divided
 
     def fork(self, base: SharedContextCache | None, max_suffix: int) -> SharedContextCache:
         cache = (SharedContextCache() if base is None else base).fork(
             max_suffix=max_suffix, backend=self.options.backend
         )
-        cache.state.parallel, cache.kept = self.structure.parallel, self.may_keep_cache
+        cache.state.division, cache.kept = self.structure.division, self.may_keep_cache
         return cache
 
     @property
     def model_now(self) -> ModelNow:
         model, structure = self.model, self.structure
-        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.parallel))
+        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.division))
 
     def enter_stock_loop(self) -> None:
         """Have another loop go on as in stock, where other calls may use the model's captures."""
@@ -180,6 +184,11 @@ class CallContext:
         self.mode = self.report.mode = mode
         self.report.mode_reason = reason
 
+    @property
+    def captures_first(self) -> bool:
+        """Whether it is to make the model's first captures, for which kernels may compile meanwhile."""
+        return self.mode != "eager" and not self.state.captures.made
+
     @contextmanager
     def or_stock(self) -> Iterator[None]:
         """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.
@@ -196,7 +205,7 @@ class CallContext:
             raise
         except Exception as error:
             newer = untested_transformers()
-            if newer is None or self.must_share or not self.ranks.alone:
+            if newer is None or self.must_share or not self.alone:
                 raise
             what = f"it failed with transformers {newer}, newer than tested ({type(error).__name__}: {error})"
             remedy, of_prompts = None, False
@@ -280,7 +289,9 @@ class ActiveCall:
         prepare = vars(self.model).get("prepare_inputs_for_generation")
         taken = left_out(self.model, arguments) | (set() if prepare is None else signature(prepare).parameters.keys())
         others = {name: value for name, value in arguments.items() if name not in taken}
-        if self.inputs is None and (inputs := GivenInputs.among(others, encode)) is not None:
+        if self.inputs is not None or others.keys() <= PLAIN:
+            return
+        if (inputs := GivenInputs.among(others, encode)) is not None:
             self.inputs = inputs
             for name in inputs.arguments:
                 del arguments[name]

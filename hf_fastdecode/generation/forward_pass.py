@@ -16,7 +16,7 @@ from transformers.generation import GenerationMixin
 
 from .._compat import CACHE, uncompiled_call
 from ..attention.interface import at_positions
-from ..attention.own_code import own_code_of
+from ..attention.overrides import own_code_of
 from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache

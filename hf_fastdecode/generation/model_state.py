@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from .._compat import local_part, tensor_version
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
-from ..parallel.ranks import in_several_processes
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore
@@ -50,11 +49,6 @@ class ModelState:
         self.repeated = RepeatedPrompts()
         self.short_calls: object = None  # of `prompts.gain`, once a call has saved too little
         self._logged: set[str] = set()
-
-    @property
-    def runs_alone(self) -> bool:
-        """Whether no other process may compute the model with this one."""
-        return not in_several_processes()
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)

@@ -153,7 +153,7 @@ class CallReport:
             self.kept_states = max((len(layer.ends) for layer in cache.state_layers), default=0)
         self.suffix_length = cache.suffix_length - cache.state.suffixes.longest_prompt
         self.stored_suffix = cache.state.division.suffix_shard.count(self.suffix_length)
-        if self.parallel is not None and cache.state.parallel is not None:
+        if self.parallel is not None and cache.state.division.is_divided:
             stored = cache.stored_node_tokens + self.rows * self.stored_suffix
             tokens = cache.node_tokens + self.rows * self.suffix_length
             self.parallel = replace(self.parallel, stored_tokens=stored, tokens=tokens)
@@ -165,10 +165,9 @@ class CallReport:
             self.inputs, self.input_bytes = cache.inputs.count, cache.inputs.nbytes
             self.stock_input_bytes = cache.inputs.stock_row_bytes
         if self.ranks > 1:
-            divided = cache.state.parallel
             kind, ranks, layers = "tensor", self.ranks, 0
-            if divided is not None:
-                kind, ranks, layers = "sequence", divided.ranks, len(cache.attention_layers)
+            if (division := cache.state.division).is_divided:
+                kind, ranks, layers = "sequence", division.ranks, len(cache.attention_layers)
             self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
     def begin_again(self) -> None:

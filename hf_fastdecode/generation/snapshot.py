@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, local_part
-from ..attention.active_passes import autocast_dtype
+from ..attention.overrides import autocast_dtype
 from ..instance_methods import STATE_ATTRIBUTE
 from .forward_pass import input_device
 

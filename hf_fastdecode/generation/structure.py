@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import fsdp2_stays_gathered
-from ..attention.active_passes import RowLengths, active
+from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
 from ..parallel.ranks import (
@@ -26,6 +26,7 @@ from ..parallel.ranks import (
     splitting_groups,
 )
 from ..parallel.sequence import SequenceParallel
+from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
 from .foreign_code import Role, role_of
 from .forward_pass import input_device
@@ -41,19 +42,19 @@ class Structure:
     """A model's configs, layers and modules, for one call.
 
     Attributes:
-        configs: The distinct config objects of the model and its modules, see `attention.active_passes.active`.
+        configs: The distinct config objects of the model and its modules, see `attention.overrides.active`.
         known: What holds while the model is untouched; None where nothing tells whether it is.
-        parallel: The processes between which the call's context is divided, if it is.
+        division: How processes divide the call's contexts, if they do.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         known: Known | None = None,
-        parallel: SequenceParallel | None = None,
+        division: Undivided = UNDIVIDED,
         peer_timeout: float = float("inf"),
     ):
-        self._model, self.known, self.parallel, self._peer_timeout = model, known, parallel, peer_timeout
+        self._model, self.known, self.division, self._peer_timeout = model, known, division, peer_timeout
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -77,9 +78,9 @@ class Structure:
     @cached_property
     def ranks(self) -> Ranks:
         """The processes that compute the model together, each with the same calls."""
-        if self.parallel is None and not in_several_processes():
+        dividing = self.division.group
+        if dividing is None and not in_several_processes():
             return ALONE
-        dividing = None if self.parallel is None else self.parallel.group
         try:
             groups = splitting_groups(self.walk.parameters)
             if dividing is not None:
@@ -105,9 +106,9 @@ class Structure:
         self.ranks.require_same("a forward pass was called differently", fields)
 
     @property
-    def spans_processes(self) -> bool:
-        """Whether several processes compute the model, or divide its contexts."""
-        return self.parallel is not None or not self.ranks.alone
+    def alone(self) -> bool:
+        """Whether no other process computes the model, or its contexts, with this one: nothing need be agreed on."""
+        return self.ranks.alone
 
     @property
     def gathering(self) -> Gathering | None:
@@ -167,7 +168,7 @@ class Structure:
 
     @contextmanager
     def passing(self, lengths: RowLengths) -> Iterator[None]:
-        """Context of a forward pass over a shared-context cache, see `attention.active_passes.active`.
+        """Context of a forward pass over a shared-context cache, see `attention.overrides.active`.
 
         Overrides of the architecture's attention code and fused modules run in it.
         """
@@ -195,7 +196,7 @@ class KeptStructure:
 
     def __init__(self) -> None:
         self._known: Known | None = None
-        self._parallel: SequenceParallel | None = None
+        self._division: Undivided = UNDIVIDED
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
@@ -204,13 +205,13 @@ class KeptStructure:
         """The structure of the model as it is now, for a call with these options."""
         group = sequence_group(options.sequence_parallel)
         if group is None:
-            parallel = None
-        elif (parallel := self._parallel) is None or parallel.group is not group:
-            parallel = self._parallel = SequenceParallel(group)
+            division = UNDIVIDED
+        elif (division := self._division).group is not group:
+            division = self._division = SequenceParallel(group)
         known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
-            return Structure(model, known, parallel, timeout)
-        structure = Structure(model, None, parallel, timeout)
+            return Structure(model, known, division, timeout)
+        structure = Structure(model, None, division, timeout)
         structure.known = self._known = Known(structure)
         return structure
 

@@ -13,8 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import CACHE, LOOP_METHODS, AnyDropout
-from ..attention.active_passes import ATTENTION_NAME
-from ..attention.own_code import own_code_of
+from ..attention.overrides import ATTENTION_NAME, own_code_of
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.layout import ModelLayout
 from ..cache.shared import SharedContextCache
@@ -30,7 +29,6 @@ from ..cache.stores import (
 )
 from ..errors import Unsupported
 from ..parallel.ranks import common_group, splitting_groups
-from ..parallel.sequence import window_is_not_divided
 from .call_context import CallContext
 from .foreign_code import check_code
 from .forward_pass import arguments_of_decoders, counts_positions, takes_shared_cache
@@ -151,7 +149,8 @@ def check_state(walk: ModelWalk) -> None:
 
 def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:
     """Raise `Unsupported` where the context of this model's rows, of up to `longest` tokens, cannot be divided."""
-    if (parallel := structure.parallel) is None:
+    division = structure.division
+    if division.group is None:
         return
     alone = "use sequence_parallel=False"
     if len(devices := {parameter.device for parameter in structure.walk.parameters}) > 1:
@@ -161,15 +160,15 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
         raise Unsupported("its layers store latents (multi-head latent attention), which are not divided yet", alone)
     window = structure.layout.smallest_window
     if window is not None and longest > window:
-        raise window_is_not_divided(window)
+        division.check_window(window)
     splitting = splitting_groups(structure.walk.parameters)
-    if not splitting or common_group(splitting[0], parallel.group) is not parallel.group:
+    if not splitting or common_group(splitting[0], division.group) is not division.group:
         return
     whole = ModelLayout.from_config(model.config)
     heads = ([(store.query_heads, store.kv_heads) for _, store in layout] for layout in (structure.layout, whole))
     if next(heads) != next(heads):
         raise Unsupported(
-            f"its attention heads are split between the {parallel.ranks} processes that would divide contexts",
+            f"its attention heads are split between the {division.ranks} processes that would divide contexts",
             "split its other layers only, see hf_fastdecode.sequence_parallel_plan, or use sequence_parallel=False",
         )
 
@@ -190,7 +189,7 @@ def check_processes(structure: Structure) -> None:
     if (gathering := structure.gathering) is not None:
         raise Unsupported(*gathering)
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
-    if structure.layout.prefills_by_rows and structure.spans_processes:
+    if structure.layout.prefills_by_rows and not structure.alone:
         raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PeerFailedError, Unsupported, ran_out_of_memory
+from ..errors import PassFailedError, PeerFailedError, Unsupported, ran_out_of_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,10 +41,6 @@ _NUMBERS = 8
 
 class NoRoomError(torch.OutOfMemoryError):
     """Memory of one process of the model does not suffice, which all of them know and raise at the same point."""
-
-
-class PassFailedError(RuntimeError):
-    """A forward pass failed within, so that this process cannot agree with the others, which may wait in that pass."""
 
 
 class Clearable(Protocol):

@@ -8,9 +8,9 @@ merges that of all processes. Whatever else the model computes, each process com
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -21,14 +21,30 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.kv import Scoring, Segment, SuffixLengths
+from ..attention.kv import Partial, Scoring, Segment, SuffixLengths
 from ..attention.launch.plan import NO_OWN_NODES, OwnNodes
 from ..attention.launch.step_tables import Attend, DescribedStep, NewTokens, StepTables
-from ..attention.partial import Partial
+from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 from ..errors import Unsupported
 from ..kernels.device import interpreted, triton_is_installed
 from ..kernels.failures import KernelFailedError
-from .shards import SUFFIX_BLOCK, Shard, gathered, gathered_tokens, order_after_gather, stored_forest
+from .ranks import splits_between
+from .shards import (
+    FEWEST_TOKENS,
+    SUFFIX_BLOCK,
+    Contexts,
+    DividedPass,
+    GatheredContexts,
+    OwnTokens,
+    ReadsContexts,
+    ReadsGathered,
+    Shard,
+    Undivided,
+    gathered,
+    gathered_tokens,
+    order_after_gather,
+    stored_forest,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,18 +54,14 @@ GATHERED_TOKENS = 1 << 16
 """Tokens of stored context that a prefill pass gathers at once, at most."""
 
 
-class OwnTokens(NamedTuple):
-    """The new tokens of a pass that this process stores."""
-
-    spans: Path  # where it stores them
-    indices: Tensor  # [tokens] int64, on the CPU: of them among the tokens of the pass
-
-
-class SequenceParallel:
-    """The processes between which contexts are divided, and what this one stores, by `shard` and `suffix_shard`.
+class SequenceParallel(Undivided):
+    """The processes that divide nodes and suffixes, and what this one stores, by `shard` and `suffix_shard`.
 
     All of the group's processes run the same calls.
     """
+
+    is_divided = True
+    group: ProcessGroup
 
     def __init__(self, group: ProcessGroup):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
@@ -58,10 +70,13 @@ class SequenceParallel:
         self._forests: tuple[Forest, Forest] | None = None
         self._suffixes: tuple[SuffixLengths, SuffixLengths] | None = None
 
-    @cached_property
-    def global_ranks(self) -> tuple[int, ...]:
-        """Numbers of the processes in the default group."""
-        return tuple(dist.get_process_group_ranks(self.group))
+    @property
+    def whose(self) -> str:
+        return f"the processes {dist.get_process_group_ranks(self.group)}"
+
+    @property
+    def tables(self) -> Callable[..., StepTables]:
+        return partial(DividedStepTables, self)
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
         """The part of a segment that this process stores.
@@ -128,6 +143,41 @@ class SequenceParallel:
         order, longest = order_after_gather(shard, span.start, span.stop)
         return gathered_tokens(stored.view(shard.span(span)), longest, order, self.group)
 
+    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
+        whole = torch.tensor([before.longest], device="cpu") if before.per_row is None else before.per_row.cpu()
+        return self.suffix_shard.counts(whole.long()[:, None] + 1 + torch.arange(queries, device="cpu"))
+
+    def room(self, tokens: int) -> int:
+        # As the process that stores most, and one more, which a step may write to that stores no token.
+        return replace(self.suffix_shard, rank=0).count(tokens) + 1
+
+    def check_window(self, window: int | None) -> None:
+        if window is not None:
+            raise Unsupported(
+                f"a window of {window} tokens hides some of a row, whose context is divided between processes",
+                "use sequence_parallel=False for such models and lengths",
+            )
+
+    def read_at_once(self, context: Path) -> Path:
+        starts = ((span, start) for span in context for start in range(0, span.length, GATHERED_TOKENS))
+        return tuple(span[start : start + GATHERED_TOKENS] for span, start in starts)
+
+    def most_of_pass(self, parameters: Iterable[Tensor], max_tokens: int) -> int | None:
+        if splits_between(parameters, self.group):
+            return None
+        return max_tokens * (self.ranks if max_tokens >= FEWEST_TOKENS else 1)
+
+    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
+        return DividedPass.of(runs, self.group)
+
+    def reads(
+        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
+    ) -> ReadsContexts:
+        read_here = {name for run in runs.runs for name in run.context if isinstance(name, Span)}
+        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
+        gathered = GatheredContexts(contexts, read_here, gather)
+        return ReadsGathered(gathered, whole, in_any_order=len(contexts) <= 1)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self
 
@@ -184,21 +234,12 @@ class DividedStepTables(StepTables):
 
     def _over_all_keys(self, attend: Attend, query: Tensor, scoring: Scoring, into: Partial | None) -> Tensor:
         """The processes' partials, merged by one collective after all that could raise; `into` is not written."""
-        if scoring.window is not None:
-            raise window_is_not_divided(scoring.window)
+        self._parallel.check_window(scoring.window)
         if scoring.sinks is not None and not self._parallel.suffix_shard.counts_sinks:
             scoring = replace(scoring, sinks=None)
         buffer = partial_buffer(query.shape, query.device)
         attend(scoring, buffer.partial)
         return merge_over(self._parallel.group, buffer, query.dtype).out
-
-
-def window_is_not_divided(window: int) -> Unsupported:
-    """The error of rows that outgrow a window, where their context is divided between processes."""
-    return Unsupported(
-        f"a window of {window} tokens hides some of a row, whose context is divided between processes",
-        "use sequence_parallel=False for such models and lengths",
-    )
 
 
 class PartialBuffer(NamedTuple):

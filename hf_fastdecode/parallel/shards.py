@@ -20,18 +20,19 @@ all ranks alike, whatever each of them reads.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..attention.forest import Forest, Path, Span
-from ..attention.kv import Segment
+from ..attention.kv import Partial, Segment, SuffixLengths
+from ..attention.launch.step_tables import StepTables
 from ..attention.torch_operators.prefill_ops import PackedRuns, Run
 
 if TYPE_CHECKING:
@@ -297,3 +298,135 @@ class GatheredContexts:
         """Gather what this rank has not read."""
         while self._left:
             self._gather(self._left.popleft())
+
+
+Contexts = Callable[[Any], Segment]
+"""Keys and values of a context of a prefill pass by its name."""
+
+
+class OwnTokens(NamedTuple):
+    """The new tokens of a pass that this process stores."""
+
+    spans: Path  # where it stores them
+    indices: Tensor  # [tokens] int64, on the CPU: of them among the tokens of the pass
+
+
+class Undivided:
+    """A process that stores nodes and suffixes whole.
+
+    Attributes:
+        is_divided: Whether several processes divide them.
+        group: These processes; None for one alone.
+        ranks: Number of processes.
+        suffix_shard: What this process stores of each suffix.
+    """
+
+    is_divided: ClassVar[bool] = False
+    group: ProcessGroup | None = None
+    ranks = 1
+    suffix_shard: Shard = WHOLE
+
+    @property
+    def whose(self) -> str:
+        """Whose caches are divided so, for errors."""
+        return "this process alone"
+
+    @property
+    def tables(self) -> Callable[..., StepTables]:
+        """Makes kernel tables for what is stored here; arguments as for `StepTables`."""
+        return StepTables
+
+    def is_as(self, other: Undivided) -> bool:
+        """Whether the same processes divide another cache."""
+        return self.group is other.group
+
+    def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
+        """The part of a segment that this process stores; `runs` as for `SequenceParallel.shard_of`."""
+        return WHOLE
+
+    def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
+        """The part of a forest that this process stores; the same object for the same forest."""
+        return forest
+
+    def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
+        """Tokens that this process stores of each suffix."""
+        return lengths
+
+    def seen(self, before: SuffixLengths, queries: int) -> Tensor | None:
+        """Tokens stored here of suffixes that a step's queries see, see `ForestKV`."""
+        return None
+
+    def room(self, tokens: int) -> int:
+        """Capacity that a suffix of so many tokens needs, the same on all processes, so that storage moves alike."""
+        return tokens
+
+    def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
+        """Keys and values of a whole span, from what this process stores of its segment; a collective if divided."""
+        return stored.view(span)
+
+    def merge(self, part: Partial) -> Partial:
+        """Attention to all keys, of the partial over those stored here; a collective if divided."""
+        return part
+
+    def check_window(self, window: int | None) -> None:
+        """Raise `Unsupported` for a window that hides tokens, where contexts are divided."""
+
+    def own_tokens(self, spans: Path) -> OwnTokens | None:
+        """Which tokens of a pass over these spans this process stores; None for all."""
+        return None
+
+    def read_at_once(self, context: Path) -> Path:
+        """A context in spans that fit in memory: where it is divided, each is gathered whole."""
+        return context
+
+    def most_of_pass(self, parameters: Iterable[Tensor], max_tokens: int) -> int | None:
+        """Most tokens of a pass over new nodes that is divided between processes, each of which may have `max_tokens`.
+
+        None where each computes all tokens, as all do that split the parameters.
+        """
+        return None
+
+    def part_of(self, runs: Sequence[Run]) -> DividedPass | None:
+        """The part of a pass over these runs that this process computes; None for all of it."""
+        return None
+
+    def reads(
+        self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
+    ) -> ReadsContexts:
+        """Reads a layer's contexts in a prefill pass.
+
+        They are spans that this process stores, spans that are divided, which `gather` makes by a collective, and the
+        pass's own tokens, `whole`. `contexts` are those of all processes.
+        """
+        return ReadsContexts(stored)
+
+
+class ReadsContexts:
+    """Reads the contexts of one layer in a prefill pass.
+
+    Attributes:
+        read: Keys and values of a context by its name.
+        in_any_order: Whether contexts may be read several times.
+    """
+
+    def __init__(self, read: Contexts, *, in_any_order: bool = True):
+        self.read, self.in_any_order = read, in_any_order
+
+    def finish(self) -> None:
+        """End the pass in this layer."""
+
+
+class ReadsGathered(ReadsContexts):
+    """Gathers contexts that are divided between processes, all of them on each."""
+
+    def __init__(self, gathered: GatheredContexts, whole: Segment, *, in_any_order: bool):
+        def read(name: Any) -> Segment:
+            if isinstance(name, InPass):  # tokens of the pass that other processes compute
+                return whole.view(Span(0, name.start, name.length))
+            return gathered(name)
+
+        super().__init__(read, in_any_order=in_any_order)
+        self.finish = gathered.finish  # type: ignore[method-assign]
+
+
+UNDIVIDED = Undivided()

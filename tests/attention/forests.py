@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
-from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
 
 DEVICES = [
     "cpu",

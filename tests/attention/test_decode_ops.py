@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import ForestKV, Segment
-from hf_fastdecode.attention.partial import Partial
+from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
 from hf_fastdecode.attention.torch_operators.decode_ops import biased_causal_attention, forest_attention
 from hf_fastdecode.attention.torch_operators.prefill_ops import Run
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_fastdecode.attention.active_passes import RowLengths, active
 from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.attention.kv import SharedKV, SlidingWindow
+from hf_fastdecode.attention.overrides import RowLengths, active
 from hf_fastdecode.errors import Unsupported
 
 

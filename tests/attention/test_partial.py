@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.attention.partial import Partial, empty_partial, merge
+from hf_fastdecode.attention.kv import Partial, empty_partial, merge
 
 from .forests import FP64, PROPERTY, fp64_inputs, last_queries_see, make_inputs, own_keys_and_values
 

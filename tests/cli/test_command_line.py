@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import hf_fastdecode
-from hf_fastdecode.attention.active_passes import ATTENTION_NAME
+from hf_fastdecode.attention.overrides import ATTENTION_NAME
 from hf_fastdecode.cli.app import app
 
 from .command_line import ROOT, python, ran, refusal, run, without_torch

@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama import modeling_llama
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.active_passes import RowLengths, active
+from hf_fastdecode.attention.overrides import RowLengths, active
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.structure import Structure

@@ -11,7 +11,7 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, Generati
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, CACHE_LENGTH
-from hf_fastdecode.attention.active_passes import RowLengths, active
+from hf_fastdecode.attention.overrides import RowLengths, active
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.model_state import state_of

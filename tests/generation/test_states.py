@@ -12,7 +12,7 @@ import torch
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.own_code import own_code_of
+from hf_fastdecode.attention.overrides import own_code_of
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.prompts import by_rows
 from hf_fastdecode.generation.steps.modes import EagerSteps

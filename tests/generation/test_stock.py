@@ -225,7 +225,7 @@ def test_what_stock_attention_leaves_out_runs_stock():
 
 
 def test_attention_that_takes_the_cache_for_a_tensor_runs_stock(monkeypatch):
-    monkeypatch.delitem(DECODERS["diffllama"].stand_ins["DiffLlamaAttention"], "forward")
+    monkeypatch.delitem(DECODERS["diffllama"].overrides["DiffLlamaAttention"], "forward")
     assert "are not tensors" in drawn(tiny_model_of("DiffLlamaForCausalLM"), "stock").reason
 
 

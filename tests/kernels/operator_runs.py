@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
-from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
 from hf_fastdecode.attention.launch.plan import node_shapes
-from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
 from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
-from hf_fastdecode.attention.kv import ForestKV, Segment
+from hf_fastdecode.attention.kv import ForestKV, Partial, Segment, merge
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
-from hf_fastdecode.attention.partial import Partial, merge
 from hf_fastdecode.parallel.sequence import merged
 from hf_fastdecode.parallel.shards import Shard
 

@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
+from hf_fastdecode.errors import PassFailedError
 from hf_fastdecode.generation.steps import loop_passes
 from hf_fastdecode.generation.steps.captured_step import CapturedPass, CaptureOptions
 from hf_fastdecode.generation.steps.loop_passes import PassAgreement, Way
 from hf_fastdecode.kernels.forest_decode.limits import MAX_QUERIES
 from hf_fastdecode.parallel import sequence
-from hf_fastdecode.parallel.ranks import NoRoomError, PassFailedError, Ranks, Together
+from hf_fastdecode.parallel.ranks import NoRoomError, Ranks, Together
 
 from .loops import close, logits_of_loop, reorder
 from .processes import Models, scenario

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
+from hf_fastdecode.attention.kv import ForestKV, Partial, Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch import plan
 from hf_fastdecode.attention.launch.plan import OwnNodes
-from hf_fastdecode.attention.partial import Partial
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.parallel import sequence
 from hf_fastdecode.parallel.sequence import DividedStepTables, PartialBuffer, SequenceParallel, merged, partial_buffer

@@ -14,11 +14,12 @@ from transformers.generation import stopping_criteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
+from hf_fastdecode.cache import captured
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cache.storage import TokenStorage
 from hf_fastdecode.generation.decoding import stopping
 from hf_fastdecode.generation.report import ParallelReport
-from hf_fastdecode.generation.steps import captured_step, modes
+from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
 from hf_fastdecode.generation.steps.captures import LONG_COMPLETIONS, LockHolder
 from hf_fastdecode.generation.steps.modes import CapturedSteps
@@ -253,7 +254,7 @@ def captured_without_memory(models: Models) -> Any:
     with capturing(), fd.enabled(models.split["small"], mode="graph", backend="triton") as model:
         no_memory = torch.OutOfMemoryError("no memory")
         with (
-            raising(1, models, captured_step, "TablesByShape", no_memory),
+            raising(1, models, captured, "TablesByShape", no_memory),
             mock.patch.object(CapturedStep, "capture", counted),
         ):
             tokens, call = draw(model, 0, PROMPTS, **FEW), fd.explain(model).last_call

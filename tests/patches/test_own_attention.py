@@ -12,7 +12,7 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, COMPILED_CALL
-from hf_fastdecode.attention.own_code import OwnCode, register, stand_ins_of
+from hf_fastdecode.attention.overrides import OwnCode, overrides_of, register
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.patches.architectures import OWN_ATTENTION, biased_keys
@@ -175,7 +175,7 @@ def test_modules_are_restored_after_an_error_and_stock_passes_run_meanwhile(name
             assert torch.allclose(pool.submit(lambda: model(**prompts).logits).result(), logits, atol=1e-5)
         raise FailingError
 
-    monkeypatch.setitem(code.stand_ins[kind], method, fail)
+    monkeypatch.setitem(code.overrides[kind], method, fail)
     with fd.enabled(model, min_saved_tokens=1), pytest.raises(FailingError):
         model.generate(**prompts, max_new_tokens=2)
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
@@ -230,7 +230,7 @@ REPLACED = {
 def test_calls_that_the_user_replaced_run_stock(name, monkeypatch):
     model_type, replace, reason = REPLACED[name]
     model = tiny_model_of_type(model_type, **MODELS[model_type][1])
-    replace(next(module for module in model.modules() if stand_ins_of(type(module))), monkeypatch)
+    replace(next(module for module in model.modules() if overrides_of(type(module))), monkeypatch)
     assert reason in report_of(model, TWO | {"max_new_tokens": 2}).reason
 
 

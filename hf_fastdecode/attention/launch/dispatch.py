@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -123,22 +123,22 @@ def choose(
     return Choice(min(among, key=lambda name: seconds[name]), seconds)
 
 
+@dataclass
 class Choices:
     """Choices between kernels and PyTorch's operators over the current forest, by `Heads` and device."""
 
-    def __init__(self) -> None:
-        self._forest: Forest | None = None
-        self._known: dict[tuple[Heads, torch.device], Choice] = {}
+    forest: Forest | None = None
+    known: dict[tuple[Heads, torch.device], Choice] = field(default_factory=dict)
 
     def of(self, forest: Forest, heads: Heads, device: torch.device) -> Choice:
         """The choice for a layer; the same object for the same forest and arguments."""
-        if self._forest is not forest:
-            self._forest, self._known = forest, {}
-        if (heads, device) not in self._known:
+        if self.forest is not forest:
+            self.forest, self.known = forest, {}
+        if (heads, device) not in self.known:
             # PyTorch's operators compute a window's masked edge by further products, which the model does not include.
             among = (KERNELS, LIBRARY) if heads.window is None else (KERNELS,)
-            self._known[heads, device] = choose(forest, TYPICAL_SUFFIX, heads, device, among=among)
-        return self._known[heads, device]
+            self.known[heads, device] = choose(forest, TYPICAL_SUFFIX, heads, device, among=among)
+        return self.known[heads, device]
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.schedule import Schedule
 from ...kernels.prefill.api import prefill_attention, prefill_partial, refusal
 from ..forest import Forest
-from ..kv import Scoring, Segment
-from ..partial import Partial
+from ..kv import Partial, Scoring, Segment
 from ..torch_operators.prefill_ops import PackedRuns, Stored
 
 

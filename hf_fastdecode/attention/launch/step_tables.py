@@ -19,8 +19,7 @@ from ...kernels.forest_decode.config import Config
 from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
-from ..kv import Scoring, Segment, SuffixLengths
-from ..partial import Partial
+from ..kv import Partial, Scoring, Segment, SuffixLengths
 from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, suffix_addresses
 from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_tokens, with_own_nodes
 

@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from ...errors import Unsupported
 from ..forest import Forest, Node
-from ..kv import ForestKV, Segment
-from ..partial import Partial, merge
+from ..kv import ForestKV, Partial, Segment, merge
 from .operators import DenseAttention, biases_at, causal_mask, choose_operator, plain_partial, with_sinks
 from .prefill_ops import Run
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..partial import Partial, empty_partial, merge
+from ..kv import Partial, empty_partial, merge
 from . import BACKEND_VARIABLE, TORCH_BACKENDS, backend_of_environment
 
 # Packed queries from which cuDNN is faster than flash over a long context, on an H200:

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kv import Scoring
-from ..partial import Partial, merge
+from ..kv import Partial, Scoring, merge
 from .operators import DenseAttention, causal_mask, plain_partial, with_sinks
 
 Name = TypeVar("Name", bound=Hashable)

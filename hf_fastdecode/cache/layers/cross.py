@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
 from transformers.cache_utils import CacheLayerMixin
 
-from ...attention.active_passes import cast
 from ...attention.forest import Begin, Forest, Span, begin_of
 from ...attention.kv import CrossKV, Scoring, Segment
+from ...attention.overrides import cast
 from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState

@@ -24,6 +24,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 from ..._compat import CACHE, optimized_for_decode, pad_token
 from ...attention.forest import Forest
 from ...cache.shared import SharedContextCache
+from ...kernels.limits import refusal_of_logits
 from ...log import logger
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
@@ -192,7 +193,7 @@ class Loop:
 
     def _why_waves(self) -> str:
         """Why waiting rows cannot take the slots of finished ones; empty if they can."""
-        if not self.call.ranks.alone:
+        if not self.call.alone:
             return "several processes compute the model"
         if not self.stopping.pads:
             return "without end tokens all rows end at one length"
@@ -385,6 +386,7 @@ def decode_shared(
     recorders = [one for one in processors if type(one) is TokenLogProbs]
     log_probs = recorders[0] if len(recorders) == 1 else None
     processors = LogitsProcessorList(one for one in processors if one is not log_probs)
+    form = start.logits.device, start.logits.dtype
     choose = partial(
         choose_sampler,
         processors=processors,
@@ -392,10 +394,11 @@ def decode_shared(
         prompts=input_ids,
         logits=start.logits,
         computed_in=start.cache.computed_in,
+        refused=call.structure.kept(("logits that kernels read", *form), lambda: refusal_of_logits(*form)),
     )
     ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
     loop = Loop(call, input_ids, start, stopping, streamer, make_steps, log_probs)
-    with call.ranks.together() as offer:
+    with call.together() as offer:
         offer.compare(lambda: ends, "generate was called differently")
         loop.sampler, why = choose(call.options.sampler)
         is_fast = loop.sampler.name == "fast"
@@ -404,11 +407,11 @@ def decode_shared(
     if least != -most:
         if is_fast:
             loop.sampler, why = choose("hf")[0], "another process of the model uses it"
-        with call.ranks.together() as offer:
+        with call.together() as offer:
             offer.numbers = loop.offered()
         numbers = offer.numbers
     loop.decisions = Decisions(call.ranks, numbers[0], *map(bool, numbers[1:]))
-    whose = "" if call.ranks.alone else ", on rank 0 for all processes"
+    whose = "" if call.alone else ", on rank 0 for all processes"
     call.report.sampler, call.report.sampler_reason = loop.sampler.name, why + whose
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = loop.run()

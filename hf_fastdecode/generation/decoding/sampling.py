@@ -223,6 +223,9 @@ class FastSampler(Sampler):
             self._seen[rows.to(self._seen.device)] = self._seen_of(rows)
 
 
+_CANNOT_DRAW = "sampler='fast' cannot draw these tokens: {}; use sampler='auto'"
+
+
 def choose_sampler(
     asked: str,
     processors: LogitsProcessorList,
@@ -231,6 +234,7 @@ def choose_sampler(
     logits: Tensor,
     *,
     computed_in: torch.dtype | None,
+    refused: str | None = None,
 ) -> tuple[Sampler, str]:
     """Choose the sampler of a call, with the reason; ValueError if ``fast`` was requested and cannot run.
 
@@ -239,18 +243,23 @@ def choose_sampler(
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
+        refused: Why kernels do not read such logits; None if they do, see `refusal_of_logits`.
     """
     stock = TransformersSampler(processors, do_sample=config.do_sample, rows=len(prompts))
     if asked == "hf":
         return stock, "sampler='hf' was requested"
+    if refused is not None:
+        if asked == "fast":
+            raise ValueError(_CANNOT_DRAW.format(refused))
+        return stock, refused
     try:
-        chain = _chain(processors, config, prompts, logits)
+        chain = _chain(processors, config, prompts)
         if asked == "auto" and computed_in is not None and computed_in.itemsize > 2:
             raise Unsupported(f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock")
         fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
     except (Unsupported, KernelFailedError) as error:
         if asked == "fast":
-            raise ValueError(f"sampler='fast' cannot draw these tokens: {error}; use sampler='auto'") from error
+            raise ValueError(_CANNOT_DRAW.format(error)) from error
         return stock, str(error)
     why = "the kernel supports the call's processors"
     return fast, "sampler='fast' was requested" if asked == "fast" else why
@@ -260,10 +269,10 @@ def compile_sampler(
     asked: str, processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor
 ) -> None:
     """Launch the kernel that the sampler of a call would launch, if it has one; arguments as for `choose_sampler`."""
-    if asked == "hf":
+    if asked == "hf" or refusal_of_logits(logits.device, logits.dtype):
         return
     with suppress(Unsupported):
-        chain = _chain(processors, config, prompts, logits)
+        chain = _chain(processors, config, prompts)
         seen = torch.empty(1, (logits.shape[1] + 31) // 32, dtype=torch.int32, device=logits.device)
         settings = chain.settings(logits.device, logits.shape[1], greedy=not config.do_sample)
         _sample_nothing(logits, settings, seen)
@@ -276,9 +285,7 @@ def _sample_nothing(logits: Tensor, settings: Settings, seen: Tensor | None) -> 
     sample(logits[:1], skipped, settings, seen=seen)
 
 
-def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor, logits: Tensor) -> Chain:
-    if refused := refusal_of_logits(logits.device, logits.dtype):
-        raise Unsupported(refused)
+def _chain(processors: LogitsProcessorList, config: GenerationConfig, prompts: Tensor) -> Chain:
     for name in ("output_scores", "output_logits"):
         if config.return_dict_in_generate and getattr(config, name):
             raise Unsupported(f"{name}=True needs tensors that the kernel does not compute")

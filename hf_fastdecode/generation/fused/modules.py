@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
-from ...attention.own_code import stand_ins_of
+from ...attention.overrides import overrides_of
 from ...instance_methods import Change
 from ...kernels.device import triton_is_installed
 from ..interception.switches import replaced_calls
@@ -90,7 +90,7 @@ def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[
     kinds: dict[type[nn.Module], list[FusedKind]] = {}  # not kept: a class may get another `forward`
     for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
-            stands_in = "forward" in stand_ins_of(type(module))
+            stands_in = "forward" in overrides_of(type(module))
             of_class = kinds[type(module)] = [of for of in _KINDS if not stands_in and of.may_be(type(module))]
         for of in of_class:
             if (key := of.key(module)) is None or not is_plain(module):

@@ -1,4 +1,4 @@
-"""Encoder-decoders: the distinct inputs of a call, which its encoder runs on, and whose keys and values are stored."""
+"""The distinct inputs of a call whose keys and values are stored: what an encoder runs on, or layers' own images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from ...cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
+from ...cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs, ImageInputs
 from ...errors import Unsupported
 
 
@@ -50,6 +50,27 @@ def find_inputs(arguments: Mapping[str, Any], prompts: int) -> FoundInputs | Non
     if isinstance(mask, Tensor):
         given["attention_mask"] = _selected(mask, firsts)
     return FoundInputs(EncodedInputs(given, len(firsts), hidden.shape[1]), of_rows)
+
+
+def find_image_inputs(
+    arguments: Mapping[str, Any], rows: Sequence[int], text: Any, vision: Any, mask: str
+) -> FoundInputs:
+    """The images that layers of a decoder's own attend to, of distinct prompts with so many rows each.
+
+    Args:
+        text: The decoder's config, and `vision` that of its images.
+        mask: The argument that says which images a token sees.
+
+    Raises:
+        Unsupported: The images have another form.
+    """
+    pixels = arguments.get("pixel_values")
+    if not isinstance(pixels, Tensor) or pixels.dim() != 6:
+        raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
+    tokens = pixels.shape[1] * pixels.shape[2] * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    layers, heads = text.cross_attention_layers, text.num_attention_heads
+    of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
+    return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, mask), of_rows)
 
 
 def encode_distinct(

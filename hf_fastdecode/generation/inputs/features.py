@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...attention.active_passes import as_stock
+from ...attention.overrides import as_stock
 from ...instance_methods import Change
 from ..interception.switches import replaced_calls
 from .items import KINDS, SHAPE_ERRORS, Items, equal_parts

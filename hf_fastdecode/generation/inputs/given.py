@@ -18,13 +18,16 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from ..._compat import ATTENDS_ACROSS_IMAGES, CACHE
-from ...attention.own_code import own_code_of
+from ...attention.overrides import own_code_of
 from ...errors import Unsupported
 from ..forward_pass import counts_padding, places_tokens
 from ..structure import Structure
 
 PLAIN: Final = frozenset(
-    {"attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"}
+    {
+        *("attention_mask", "inputs_embeds", "input_ids", "position_ids", CACHE, "use_cache", "logits_to_keep"),
+        *("expand_size", "is_encoder_decoder"),  # of the method that repeats them for samples and beams
+    }
 )
 """Model arguments of `generate` that are no inputs in this sense."""
 
@@ -137,7 +140,7 @@ class GivenInputs:
             raise Unsupported(
                 f"the argument {name!r} is not accelerated where positions are not those of tokens alone"
             )
-        if structure.spans_processes:
+        if not structure.alone:
             raise Unsupported(f"the argument {name!r} is not accelerated where several processes compute a model yet")
         self._check_steps(model)
 

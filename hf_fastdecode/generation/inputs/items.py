@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...attention.active_passes import as_stock
+from ...attention.overrides import as_stock
 from ..structure import Structure
 
 KINDS: Final = ("image", "video", "audio")

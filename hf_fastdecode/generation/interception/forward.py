@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
-from ...attention.active_passes import RowLengths
 from ...attention.interface import at_positions, given_positions
-from ...cache.shared import SharedContextCache, check_mask, named_arguments, next_positions
+from ...attention.overrides import RowLengths
+from ...cache.shared import SharedContextCache, named_arguments, next_positions
 from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions
@@ -57,7 +57,7 @@ def _forward_shared(
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
     if not cache.state.current.items:
         if cache.checks_masks:
-            check_mask(cache, given.get(called.mask), queries)
+            _check_mask(cache, given.get(called.mask), queries)
         unplaced = given.get(called.positions) is None and takes_positions(model)
         if isinstance(inputs, Tensor) and len(inputs) == cache.rows and unplaced:
             # The model would count from the longest row, padding included.
@@ -66,8 +66,6 @@ def _forward_shared(
     if cache.inputs is not None:  # in the place of as many rows as the decoder has
         cache.inputs.see(given)
         given |= cache.inputs.arguments
-    elif model.config.is_encoder_decoder:
-        raise ValueError(f"a SharedContextCache of a {type(model).__name__} is made by generate, for its inputs alone")
     structure = structure_of_call(model_state, model)
     active_call, was_empty = active_call_of_thread.get(), cache.is_empty
     if active_call is not None and active_call.loop is not None:
@@ -142,3 +140,34 @@ def _run_eagerly(
         if not cache.state.current.items and isinstance(input_ids, Tensor):
             cache.record_tokens(input_ids)
     return output
+
+
+def _check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
+    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
+
+    Args:
+        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
+            four dimensions are left to the attention function, which rejects them.
+        queries: Tokens the pass appends to each row.
+
+    Raises:
+        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
+        return
+    if mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask must be [rows, tokens], got shape {list(mask.shape)}; omit it for no padding"
+        )
+    if not cache.rows:
+        raise ValueError(
+            "an empty SharedContextCache takes no padded prompts; make it with hf_fastdecode.prefill(model, ...)"
+        )
+    hidden = (mask == 0).cpu()
+    own = torch.tensor(cache.forest.context_lengths, device="cpu") + cache.suffix_lengths + queries
+    in_front = hidden.long().cumprod(1).sum(1)
+    if len(own) != len(hidden) or bool((hidden.sum(1) > in_front).any() or (in_front > mask.shape[1] - own).any()):
+        raise ValueError(
+            "attention_mask hides tokens of the cache, but every row attends to all of its own; omit the mask, or "
+            "mask only left padding"
+        )

@@ -88,7 +88,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     call = _call_context(model_state, model, config, model_kwargs, report)
     call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
     loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
-    with call.or_stock(), call.ranks.together() as offer:
+    with call.or_stock(), call.together() as offer:
         given_tensors = {} if of_model is None else of_model.given
         offer.compare(lambda: _compared(call, given_tensors, loop or mode.value), "generate was called differently")
         _require_shareable(call, mode, active_call)
@@ -166,7 +166,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    if (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
+    if not in_several_processes() and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
@@ -179,8 +179,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
-            several = may_share and in_several_processes()
-            ranks = structure_of_call(model_state, model).ranks if several else ALONE
+            ranks = _ranks_of(model_state, model) if may_share else ALONE
             ranks.watchdog.frees(model_state.captures)
             with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                 if may_share and isinstance(cache_in(kwargs), SharedContextCache):
@@ -203,6 +202,11 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _ranks_of(model_state: ModelState, model: PreTrainedModel) -> Ranks:
+    """The processes that compute the model together; one alone does not read its structure before it needs that."""
+    return structure_of_call(model_state, model).ranks if in_several_processes() else ALONE
 
 
 def _report_bypass(
@@ -372,7 +376,8 @@ def decode(
         call.config, call.arguments = generation_config, model_kwargs
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
-        begin_compiling_sampler(call, logits_processor, input_ids)
+        if call.captures_first:
+            begin_compiling_sampler(call, logits_processor, input_ids)
         with call_passes(call) as passes:
             with call.or_stock():
                 start = start_shared(call, passes, input_ids)
@@ -472,7 +477,7 @@ def _require_same_draws(call: CallContext, loop: str) -> None:
     """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
     if not call.config.do_sample:
         return
-    with call.ranks.together() as offer:
+    with call.together() as offer:
         offer.compare(lambda: {"generator": generator_state(call.model.device)})
     if offer.different:
         raise ValueError(

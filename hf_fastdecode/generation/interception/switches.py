@@ -22,8 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ..._compat import COMPILED_CALL, setting, uncompiled_call
-from ...attention.active_passes import lengths_of_pass
-from ...attention.own_code import Method, own_code_of, stand_ins_of
+from ...attention.overrides import Method, lengths_of_pass, overrides_of, own_code_of
 from ...errors import Unsupported
 from ...instance_methods import STATE_ATTRIBUTE, Change, Switch, WeakMethod
 from ..foreign_code import is_capturable, is_of_transformers
@@ -181,9 +180,9 @@ def find_overrides(modules: Sequence[nn.Module], *, in_captures: bool = False) -
 
     Raises Unsupported for a class derived from one with overrides: what it changes, they would leave out.
     """
-    kinds = {kind: stand_ins_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
+    kinds = {kind: overrides_of(kind, in_captures=in_captures) for kind in set(map(type, modules))}
     for kind in kinds:
-        base = next((base for base in kind.__mro__[1:] if stand_ins_of(base, in_captures=in_captures)), None)
+        base = next((base for base in kind.__mro__[1:] if overrides_of(base, in_captures=in_captures)), None)
         if base is not None and not kind.__module__.startswith(_KNOWN):
             raise Unsupported(
                 f"{kind.__name__} derives from {base.__name__}, whose attention has code of its own here, which would "

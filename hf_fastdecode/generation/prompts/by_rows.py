@@ -38,7 +38,7 @@ from ..decoding.waves import usable_memory
 from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
-from .packed import PrefillPass
+from .packed import CapturedPasses, PrefillPass, packed_passes
 from .prompt_plan import FEWEST, PromptGroup, PromptPlan, TokensContinue
 
 CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
@@ -152,34 +152,58 @@ class Rows(NamedTuple):
         )
 
 
-def row_passes(
+def prefill_passes(
+    model: PreTrainedModel,
+    cache: SharedContextCache,
+    plan: PromptPlan,
+    continuation: TokensContinue,
+    *,
+    rows: Rows | None,
+    wanted: Sequence[int] = (),
+    keep: int = 1,
+    length: int | None = None,
+    max_tokens: int,
+    captured: CapturedPasses | None = None,
+    captured_rows: CapturedRowPasses | None = None,
+    **arguments: Any,
+) -> Iterator[PrefillPass]:
+    """Compute the plan's nodes into the cache it was made for, as its next segment, then set its forest.
+
+    Args:
+        rows: For passes by rows the distinct ones, each a group of the plan; None for packed passes.
+        wanted: Indices of the new tokens to return logits for, ascending, of packed passes.
+        keep: Last positions of each row to return logits for, of passes by rows.
+        length: Tokens of the longest prompt of packed passes, padding included; None for that of the nodes.
+        max_tokens: Maximum positions per pass, padding included; one by rows has at least one row, and the whole
+            prompt of it unless layers continue from states.
+        captured: Runs packed passes by captured graphs where it can, and `captured_rows` passes by rows.
+        arguments: Further ones of `packed_passes`.
+    """
+    cache.add_segment(plan.new_tokens)  # even if empty: the plan assumes its number
+    if rows is None:
+        given: dict[str, Any] = {"max_tokens": max_tokens, "captured": captured, **arguments}
+        yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, **given)
+    else:
+        yield from _row_passes(model, cache, plan, rows, continuation, keep, max_tokens, captured_rows)
+        length = rows.inputs.shape[1]
+    cache.set_forest(plan.forest, length)
+
+
+def _row_passes(
     model: PreTrainedModel,
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
     continuation: TokensContinue,
-    *,
     keep: int,
     max_tokens: int,
-    captured: CapturedRowPasses | None = None,
-    **arguments: Any,
+    captured: CapturedRowPasses | None,
 ) -> Iterator[PrefillPass]:
-    """Compute the plan's nodes into the cache, pass by pass, then set its forest.
-
-    Args:
-        cache: The cache the plan was made for; the tokens become its next segment.
-        rows: The distinct rows, each a group of the plan.
-        keep: Last positions of each row to return logits for.
-        max_tokens: Maximum positions per forward pass, padding included; a pass has at least one row, and the whole
-            prompt of it unless layers continue from states.
-        captured: Runs passes by captured graphs where it can.
-    """
-    cache.add_segment(plan.new_tokens)
+    """The passes of `prefill_passes` by rows."""
     several, width = len(plan.items) > 1, rows.inputs.shape[1]
     capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
     features = None if rows.images is None else SharedFeatures(model, rows.images.counts_in_stock)
-    if keeps_logits(model):
-        arguments["logits_to_keep"] = keep
+    arguments: dict[str, Any] = {"logits_to_keep": keep} if keeps_logits(model) else {}
     for run in _runs(model, cache, plan, rows, continuation, max_tokens, capacity):
         items = [one.item for one in run]
         part = rows.of_run(run)
@@ -199,7 +223,6 @@ def row_passes(
         for one in run:
             if one.number:
                 continuation.end_part(cache, one.item.context)
-    cache.set_forest(plan.forest, width)
 
 
 def _runs(
@@ -211,7 +234,7 @@ def _runs(
     max_tokens: int,
     capacity: ImagePasses | None,
 ) -> Iterator[list[Part]]:
-    """The parts of each pass of `row_passes`; with the capacity of passes with images, if several prompts have some.
+    """The parts of each pass by rows; with the capacity of passes with images, if several prompts have some.
 
     They are a single pass if it is unknown which images belong to which prompt. One that does not depend on that is
     found first, since it may take a pass of the encoder to find out.
@@ -250,14 +273,11 @@ def _packed_pass(
     model: PreTrainedModel, cache: SharedContextCache, items: Sequence[PrefillItem], rows: Rows, keep: int
 ) -> PrefillPass:
     """A pass over text, end to end in one row, that continues stored paths."""
-    device, counts, last = input_device(model), [min(keep, item.span.length) for item in items], list[int]()
+    counts, ids, last = [min(keep, item.span.length) for item in items], rows.inputs[0], list[int]()
     for end, count in zip(accumulate(item.span.length for item in items), counts, strict=True):
         last.extend(range(end - count, end))
-    kept, keeps = torch.tensor(last, device=device), keeps_logits(model)
-    given: dict[str, Any] = {"input_ids": rows.inputs.to(device)} | ({"logits_to_keep": kept} if keeps else {})
-    with cache.prefilling(items):
-        output = forward_pass(*(model, cache, rows.position_ids.to(device)), use_cache=True, return_dict=True, **given)
-    return PrefillPass(_last_tokens(items, counts), output.logits[0] if keeps else output.logits[0, kept], output)
+    (done,) = packed_passes(model, cache, items, ids, last, max_tokens=len(ids), positions=rows.position_ids)
+    return PrefillPass(_last_tokens(items, counts), done.logits, done.output)
 
 
 def _last_tokens(items: Sequence[PrefillItem], counts: Sequence[int]) -> list[int]:

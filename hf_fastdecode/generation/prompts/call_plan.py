@@ -75,7 +75,7 @@ def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:
     """
     with call.together() as offer:
         plan = make()
-        offer.compare(lambda: _compared_by_ranks(plan))
+        offer.compare(lambda: _agreed(plan))
     if offer.different is None:
         return plan
     call.state.prefix_store.clear()
@@ -84,7 +84,7 @@ def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:
         return make()
 
 
-def _compared_by_ranks(plan: CallPlan) -> dict[str, object]:
+def _agreed(plan: CallPlan) -> dict[str, object]:
     # Processes that divide nodes gather what is stored span by span.
     stored = [[(span.start, span.length) for span in path] for path in dict.fromkeys(plan.nodes.forest.paths)]
     return {"new tokens": plan.nodes.new_tokens, "reused": plan.compared.reused_lengths, "stored": stored}
@@ -97,7 +97,7 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
         ValueError: The caller's cache does not fit the prompts or the model.
     """
     # Several processes would have to agree on what they find later.
-    later = request.checks_later and call.ranks.alone and call.given is None
+    later = request.checks_later and call.alone and call.given is None
     cache, compared, reuses = _find_shared(call, prompts, request, later)
     if prompts.inputs is not None:
         cache.inputs = prompts.inputs.inputs
@@ -126,7 +126,7 @@ def _without_last(
         return compared, False
     rows = sum(group.count for group in groups)
     at_once = call.options.max_rows or rows
-    if not call.returns_cache and call.ranks.alone:  # several would have to agree on it
+    if not call.returns_cache and call.alone:  # several would have to agree on it
         logits = Logits(call.model.device, int(call.structure.text_config.vocab_size))
         at_once = min(at_once, rows_that_fit(cache, rows, logits, request.new_tokens))
     if not call.returns_cache and rows > at_once:
@@ -244,12 +244,10 @@ def keeps_prompts(call: CallContext) -> bool:
 def _check_cache(call: CallContext, cache: SharedContextCache) -> None:
     """Reject a cache of another model or of other processes."""
     cache.meet(call.structure.layout)
-    held, asked = cache.state.parallel, call.structure.parallel
-    if (held and held.group) is not (asked and asked.group):
-        whose = "this process alone" if held is None else f"the processes {list(held.global_ranks)}"
+    if not (division := cache.state.division).is_as(call.structure.division):
         raise ValueError(
-            f"the cache was made for {whose} (sequence_parallel), and this call divides contexts otherwise; make it "
-            "again with hf_fastdecode.prefill(model, ...)"
+            f"the cache was made for {division.whose} (sequence_parallel), and this call divides contexts otherwise; "
+            "make it again with hf_fastdecode.prefill(model, ...)"
         )
     if cache.fingerprint is not None and (other := cache.fingerprint.difference(call.model)):
         raise ValueError(

@@ -103,7 +103,7 @@ class Savings:
     def of(cls, model: PreTrainedModel, structure: Structure) -> Savings:
         """Savings of prompt tokens in the decoder, or with an encoder, of its output's tokens in cross-attention."""
         layout, itemsize = structure.layout, model.dtype.itemsize
-        stores = list((layout.cross or layout.per_token).values())
+        stores = list(layout.shared.values())
         numbers = sum(store.stock_numbers or store.numbers for store in stores)
         if layout.cross:  # rows share an input's keys and values, and the products that make these
             weights = numbers * int(structure.text_config.hidden_size)
@@ -298,7 +298,7 @@ class ShortCalls:
     def of(cls, call: CallContext) -> ShortCalls | None:
         """The test, from such a call; None where other calls may be captured, divided or slim."""
         options, layout = call.options, call.structure.layout
-        if layout.own or options.unmet_by_stock or not call.state.runs_alone:
+        if layout.own or options.unmet_by_stock:
             return None
         estimates = {loop: one for loop in (_OURS, _STOCKS) if (one := Estimate.of(call, loop))}
         if not estimates:
@@ -309,8 +309,7 @@ class ShortCalls:
 
     def hold_for(self, model: PreTrainedModel, state: ModelState) -> bool:
         """Whether they are told by `refusal` for a model, which is as it was as far as a step's time depends on it."""
-        same = state.options is self.options and state.runs_alone
-        return same and _conditions(model) == self.conditions
+        return state.options is self.options and _conditions(model) == self.conditions
 
     def refusal(self, call: TextCall) -> Unsupported | None:
         """Why a call runs stock; None where it may share, or more must be asked to tell."""

@@ -24,8 +24,7 @@ from ..model_state import ModelState
 from ..options import Options
 from ..structure import Structure
 from ..support import check_prefill, check_sequence_parallel, is_nothing, rope_limit
-from .by_rows import row_passes
-from .packed import prefill_passes
+from .by_rows import prefill_passes
 from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, continuation_of
 from .reading import Prompts, read_text
 
@@ -68,17 +67,19 @@ def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options
         _check_rope(inner, input_ids.shape[1] if mask is None else int(mask.sum(1).max()))
         _check_vocabulary(inner, prompts.groups)
         cache = SharedContextCache(backend=options.backend)
-        cache.state.parallel, cache.gaps = structure.parallel, any(group.gaps for group in prompts.groups)
+        cache.state.division, cache.gaps = structure.division, any(group.gaps for group in prompts.groups)
         plan, rows = _plan(prompts, cache, structure, options)
         given = {"the prompts' tokens": plan.new_tokens, "number of prompts": len(plan.forest.paths)}
         offer.compare(lambda: given | {"max_prefill_tokens": limit}, "prefill was called differently")
     with torch.no_grad(), _or_value_error(f"{type(inner).__name__} cannot share context"):
-        if prompts.by_rows:
-            distinct, continuation = prompts.distinct_rows(), continuation_of(structure.layout)
-            passes = row_passes(inner, cache, plan, distinct, continuation, keep=1, max_tokens=limit)
-        else:
-            ends = sorted({end for end in plan.ends if end is not None})
-            passes = prefill_passes(inner, cache, plan, ends, max_tokens=limit, length=prompts.width)
+        distinct, ends = prompts.distinct_rows() if prompts.by_rows else None, plan.last_tokens
+        passes = prefill_passes(
+            *(inner, cache, plan, continuation_of(structure.layout)),
+            rows=distinct,
+            wanted=ends,
+            length=prompts.width,
+            max_tokens=limit,
+        )
         deque(passes, maxlen=0)
     if rows is not None:
         cache.select_rows(rows)

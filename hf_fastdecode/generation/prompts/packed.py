@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
-from ...attention.active_passes import no_autocast
 from ...attention.forest import Span
+from ...attention.overrides import no_autocast
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass, input_device
-from .prompt_plan import PromptPlan
 
 CapturedPasses = Callable[[SharedContextCache, Tensor, Sequence[int]], Tensor | None]
 """Prefills a cache's current items of these tokens by captured graphs: logits ``[wanted, vocabulary]`` of the tokens
@@ -44,25 +43,6 @@ class PrefillPass:
     output: Any
 
 
-def prefill_passes(
-    model: PreTrainedModel,
-    cache: SharedContextCache,
-    plan: PromptPlan,
-    wanted: Sequence[int],
-    *,
-    length: int | None = None,
-    **options: Any,
-) -> Iterator[PrefillPass]:
-    """Compute the plan's new nodes into the cache it was made for, as its next segment, then set its forest.
-
-    Args:
-        options: Of `packed_passes`.
-    """
-    cache.add_segment(plan.new_tokens)  # even if empty: the plan assumes its number
-    yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, **options)
-    cache.set_forest(plan.forest, length)
-
-
 def packed_passes(
     model: PreTrainedModel,
     cache: SharedContextCache,
@@ -72,6 +52,7 @@ def packed_passes(
     *,
     max_tokens: int,
     embeddings: Callable[[Tensor], Tensor] | None = None,
+    positions: Tensor | None = None,
     captured: CapturedPasses | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
@@ -86,14 +67,16 @@ def packed_passes(
         tokens: ``[length]`` ids of all items, in their order.
         wanted: Indices of tokens to return logits for, ascending.
         embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
-        captured: Runs passes by captured graphs where it can; not with embeddings or further arguments.
+        positions: ``[..., 1, length]`` int64, where they are not those of counted tokens.
+        captured: Runs passes by captured graphs where it can; not with embeddings, positions or further arguments.
         arguments: Further model arguments.
     """
     device = input_device(model)
     # Logits of a whole context would take more memory than its keys and values.
     keeps = keeps_logits(model)
     # Further arguments may ask for outputs of every token.
-    most = None if arguments else cache.state.most_divided(model.parameters(), max_tokens)
+    whole = bool(arguments or cache.state.suffix_rows)  # so are tokens of suffixes
+    most = None if whole else cache.state.division.most_of_pass(model.parameters(), max_tokens)
     divide, stop = most is not None, 0
     for items_of_pass in _passes(items, max_tokens if most is None else most):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
@@ -105,17 +88,18 @@ def packed_passes(
             if logits is not None:
                 yield PrefillPass(here, logits, None)
                 continue
-        ids, positions = tokens[start:stop], _positions(items_of_pass)
+        ids = tokens[start:stop]
+        places = _positions(items_of_pass)[None] if positions is None else positions[..., start:stop]
         with cache.prefilling(items_of_pass, divide=divide):
             if (divided := cache.state.current.divided) is not None:
-                ids, positions = ids[divided.indices], positions[divided.indices]
+                ids, places = ids[divided.indices], places[..., divided.indices]
                 wanted_here, indices = divided.own(wanted_here)
             keep = torch.tensor(wanted_here or [len(ids) - 1], device=device)
             given: dict[str, Any] = {"input_ids": ids[None].to(device)}
             if embeddings is not None:
                 given = {"inputs_embeds": embeddings(ids)[None]}
             given |= {"use_cache": True, "return_dict": True} | ({"logits_to_keep": keep} if keeps else {})
-            output = forward_pass(model, cache, positions[None].to(device), **given, **arguments)
+            output = forward_pass(model, cache, places.to(device), **given, **arguments)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
             kept = divided.elements_of_all(kept, indices, len(here))

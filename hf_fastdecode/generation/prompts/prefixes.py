@@ -22,15 +22,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ...cache.layers.cross import ENCODER_OUTPUTS, ImageInputs
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
-from ..inputs.distinct import FoundInputs, find_inputs
+from ..inputs.distinct import FoundInputs, find_image_inputs, find_inputs
 from ..inputs.given import image_mask_of
 from ..inputs.rows import InputRows, RowImage
-from .by_rows import Rows, row_passes
-from .packed import prefill_passes
+from .by_rows import Rows, prefill_passes
 from .prompt_plan import (
     FEWEST,
     ComparedPrompts,
@@ -119,14 +117,8 @@ class LayerImages(_OfInputs):
             raise Unsupported(UNCONTINUED)
 
     def inputs(self, rows: Sequence[int]) -> FoundInputs:
-        pixels, text = self._given.arguments.get("pixel_values"), self._call.structure.text_config
-        if not isinstance(pixels, Tensor) or pixels.dim() != 6:
-            raise Unsupported("its images are not pixel_values [rows, images, tiles, channels, height, width]")
-        vision = self._call.model.config.vision_config
-        tokens = pixels.shape[1] * pixels.shape[2] * ((vision.image_size // vision.patch_size) ** 2 + 1)
-        layers, heads = text.cross_attention_layers, text.num_attention_heads
-        of_rows = torch.arange(len(rows), device="cpu").repeat_interleave(torch.tensor(rows, device="cpu"))
-        return FoundInputs(ImageInputs(len(rows), tokens, layers, heads, self._mask), of_rows)
+        text, vision = self._call.structure.text_config, self._call.model.config.vision_config
+        return find_image_inputs(self._given.arguments, rows, text, vision, self._mask)
 
 
 _AFTER = "images after stored tokens"
@@ -212,7 +204,7 @@ def prefixes_of(call: CallContext, arguments: Mapping[str, Any], rows: int, *, n
             rows.
     """
     if call.inputs is None:
-        return TEXT if arguments.get(ENCODER_OUTPUTS) is None else TextPrefixes(find_inputs(arguments, rows))
+        return TEXT if (found := find_inputs(arguments, rows)) is None else TextPrefixes(found)
     if (mask := image_mask_of(call.model)) is not None:
         return LayerImages(call, mask)
     return ImagePrefixes(call, after=not narrow and call.structure.kept(_AFTER, lambda: True))
@@ -271,12 +263,8 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         tokens = token.repeat(1, 2 * FEWEST)
         plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
         try:
-            if structure.layout.prefills_by_rows:
-                rows = Rows.of(tokens, None)
-                passes = row_passes(model, cache, plan, rows, continuation, keep=1, max_tokens=limit)
-            else:
-                passes = prefill_passes(model, cache, plan, [], max_tokens=limit)
-            deque(passes, maxlen=0)
+            rows = Rows.of(tokens, None) if structure.layout.prefills_by_rows else None
+            deque(prefill_passes(model, cache, plan, continuation, rows=rows, max_tokens=limit), maxlen=0)
         except _ASKS_FOR_IMAGES:
             return False
         return True

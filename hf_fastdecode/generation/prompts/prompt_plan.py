@@ -160,6 +160,11 @@ class PromptPlan:
     ends: tuple[int | None, ...]
     groups: tuple[int, ...]
 
+    @property
+    def last_tokens(self) -> list[int]:
+        """Indices of the new tokens that prompts end with, ascending."""
+        return sorted({end for end in self.ends if end is not None})
+
 
 @dataclass(frozen=True)
 class ComparedPrompts:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from ...attention.own_code import OwnCode, own_code_of
+from ...attention.overrides import OwnCode, own_code_of
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import Positions, counts_padding, places_tokens, prepares_positions, reads_positions

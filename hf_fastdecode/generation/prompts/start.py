@@ -19,10 +19,10 @@ from ..fingerprint import filled_by
 from ..forward_pass import Beside, forward_pass, input_device, places_tokens
 from ..steps.modes import CallPasses
 from ..steps.prefill_passes import begin_compiling_attention
-from .by_rows import CapturedRowPasses, row_passes, try_step
+from .by_rows import prefill_passes, try_step
 from .call_plan import CallPlan, Request, keeps_prompts, plan_call, planned_alike, weights_hold
 from .gain import require_gain
-from .packed import CapturedPasses, PrefillPass, UnsharedPrompts, prefill_passes, prefill_unshared, stacked
+from .packed import PrefillPass, UnsharedPrompts, prefill_unshared, stacked
 from .prompt_plan import continuation_of
 from .reading import Prompts, read_prompts
 
@@ -100,7 +100,8 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
     """Prefill what is not stored, or queue it on the device."""
     model, prompts, cache, forest = call.model, plan.prompts, plan.cache, plan.nodes.forest
     ids, width = prompts.ids, prompts.width
-    begin_compiling_attention(call, forest)
+    if call.captures_first and not cache.state.division.is_divided:  # whose steps launch others
+        begin_compiling_attention(call, forest)
     call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if plan.unshared is not None:
         return _start_with_unshared(call, plan, plan.unshared)
@@ -124,8 +125,7 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
 def _logits_of_groups(call: CallContext, plan: CallPlan, **captured: Any) -> list[Tensor | None]:
     """Compute the plan's nodes: the logits after each group; None where its last token is in no new node."""
     known: dict[int | None, Tensor] = {}
-    wanted = sorted({end for end in plan.nodes.ends if end is not None})
-    for done in passes_of(call, plan.cache, plan, wanted, **captured):
+    for done in passes_of(call, plan.cache, plan, plan.nodes.last_tokens, **captured):
         known |= zip(done.wanted, done.logits, strict=True)
     return [known.get(end) for end in plan.nodes.ends]
 
@@ -167,33 +167,28 @@ def passes_of(
     cache: SharedContextCache,
     plan: CallPlan,
     tokens: Sequence[int],
-    *,
-    captured: CapturedPasses | None = None,
-    captured_rows: CapturedRowPasses | None = None,
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
     """Compute a plan's nodes into a cache, pass by pass.
 
     Args:
         tokens: Indices of the new tokens to return logits for, ascending; by rows, those of the plan's last positions.
-        captured: Runs packed passes by captured graphs where it can, and `captured_rows` passes by rows.
-        arguments: Further model arguments of packed passes.
+        arguments: Further ones of `prefill_passes`.
     """
-    model, prompts, limit = call.model, plan.prompts, call.max_prefill_tokens
-    if not prompts.by_rows:
-        embeddings = None if prompts.embeddings is None else prompts.embeddings.of_ids
-        options: dict[str, Any] = {"embeddings": embeddings, "captured": captured, "max_tokens": limit}
-        length = prompts.width - plan.last_again
-        yield from prefill_passes(model, cache, plan.nodes, tokens, length=length, **options, **arguments)
-        return
-    rows = prompts.distinct_rows()
-    yield from row_passes(
-        *(model, cache, plan.nodes, rows, continuation_of(call.structure.layout)),
+    prompts, rows = plan.prompts, plan.prompts.distinct_rows() if plan.prompts.by_rows else None
+    if prompts.embeddings is not None:
+        arguments["embeddings"] = prompts.embeddings.of_ids
+    yield from prefill_passes(
+        *(call.model, cache, plan.nodes, continuation_of(call.structure.layout)),
+        rows=rows,
+        wanted=tokens,
         keep=plan.request.wanted,
-        max_tokens=limit,
-        captured=captured_rows,
+        length=prompts.width - plan.last_again,
+        max_tokens=call.max_prefill_tokens,
+        **arguments,
     )
-    try_step(call, cache, rows)
+    if rows is not None:
+        try_step(call, cache, rows)
 
 
 def merge_returned(call: CallContext, cache: SharedContextCache) -> None:

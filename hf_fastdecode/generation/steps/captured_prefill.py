@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
-from ...attention.active_passes import RowLengths
 from ...attention.forest import Forest
+from ...attention.overrides import RowLengths
 from ...cache.captured import CapturedCache
 from ...cache.captured_prefill import ContextTables, InputsOfAPass, PaddedPass, PaddedRows
 from ...cache.shared import SharedContextCache

@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
-from ...attention.active_passes import RowLengths
+from ...attention.overrides import RowLengths
 from ...cache.captured import (
     CapturedCache,
     CapturedInputs,
@@ -108,7 +108,7 @@ class CapturedStep:
         if self._gives_planes:
             view.position_planes = 0
         if cache.inputs is not None:
-            view.inputs = CapturedInputs(view, cache.inputs, inputs.tables)
+            view.inputs = CapturedInputs(view, cache, inputs.tables)
         mask: dict[str, Any] = {}
         self.next_slot: Tensor | None = None
         if cache.inputs is not None and not takes_positions(model):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.own_code import own_code_of
+from ...attention.overrides import own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.layers.state import StepBuffers
 from ...cache.layout import ModelLayout

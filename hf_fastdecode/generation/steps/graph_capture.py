@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..._compat import free_cublas_workspaces, tensor_version
-from ...attention.active_passes import RowLengths
+from ...attention.overrides import RowLengths
 from ...instance_methods import is_linear
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products

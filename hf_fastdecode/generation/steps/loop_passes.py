@@ -24,13 +24,12 @@ from transformers.utils import ModelOutput
 from ..._compat import CACHE
 from ...attention.forest import Forest
 from ...cache.captured import storages_in_place
-from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ...kernels.forest_decode.limits import MAX_QUERIES
 from ...parallel.ranks import NoRoomError, Ranks
 from ..call_context import CallContext
-from ..forward_pass import takes_positions
+from ..forward_pass import arguments_of_decoders, takes_positions
 from ..snapshot import ModelWalk, ModelWatch, captured_state
 from ..support import is_nothing
 from .captured_step import CapturedPass, CaptureOptions
@@ -147,11 +146,15 @@ class CapturedPasses:
             return "it returns no output object with the cache"
         if arguments.get("output_attentions") or getattr(config, "output_attentions", False):
             return "it returns attention weights"
-        read = _READ | {CACHE, ENCODER_OUTPUTS, *self._call.names}
-        for name, value in arguments.items():
-            if name not in read and not is_nothing(value) and not isinstance(value, bool | int | float | str):
+        for name, value in self._others(arguments).items():
+            if not is_nothing(value) and not isinstance(value, bool | int | float | str):
                 return f"the argument {name!r} is a {type(value).__name__}"
         return None
+
+    def _others(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of a pass that a captured one bakes in."""
+        read = _READ | {CACHE, *self._call.names} | arguments_of_decoders(self._model)
+        return {name: value for name, value in arguments.items() if name not in read}
 
     def _layers_refusal(self, cache: SharedContextCache, tokens: int) -> str | None:
         """Why layers such as the cache's cannot be captured with so many tokens of each row."""
@@ -198,8 +201,7 @@ class CapturedPasses:
         ids, positions = arguments[names.ids], self._positions(arguments)
         if positions.dim() == 2 and cache.position_planes:
             positions = positions.expand(cache.position_planes, -1, -1)
-        read = _READ | {CACHE, ENCODER_OUTPUTS, *names}
-        extra = {name: value for name, value in arguments.items() if name not in read}
+        extra = self._others(arguments)
         self._reorders |= not cache.state.suffixes.in_order
         parts: list[list[Tensor]] = []
         step: CapturedPass | None = None
@@ -279,7 +281,7 @@ class CapturedPasses:
         try:
             cache.reserve(needed if queries == 1 else needed + 4 * MAX_QUERIES)
         except torch.OutOfMemoryError:
-            if self._call.ranks.alone:
+            if self._call.alone:
                 raise
             return False
         return True
@@ -288,7 +290,7 @@ class CapturedPasses:
 def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     """Choose the mode of a loop's later passes, with the reason, as `choose_mode` does for decode steps."""
     try:
-        with call.ranks.together():
+        with call.together():
             if call.scope is None or not call.scope.is_open:
                 raise Unsupported("the decoding loop runs outside of generate, or in another thread")
     except Unsupported as error:
@@ -300,7 +302,7 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
 
 def first_passes(call: CallContext) -> RowPasses | None:
     """Runs passes of a loop's first one by captured graphs, in a call that holds the model's captures, if it may."""
-    if not call.ranks.alone:
+    if not call.alone:
         return None
     return RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
 

@@ -310,7 +310,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     def expand(cache: SharedContextCache) -> None:
         """Make keys and values of nodes with latents, for the steps of this call alone."""
-        if cache.state.expanded is None and call.ranks.alone:
+        if cache.state.expanded is None and call.alone:
             cache.state.expand(cache.attention_layers, free_memory)
             with_expanded.append(ref(cache))
 
@@ -332,7 +332,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
 
     def captured(cache: SharedContextCache, larger: CapturedSteps | None = None) -> Steps:
         try:
-            with call.ranks.together():
+            with call.together():
                 refresh()
             expand(cache)
             most = fused_rows(call.options.fuse_projections)
@@ -357,7 +357,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         with holding_captures(call) as held:
             if held:
                 passes = CallPasses(captured)
-                if call.ranks.alone:  # which sizes are captured when is not agreed on between processes
+                if call.alone:  # which sizes are captured when is not agreed on between processes
                     fused_tokens = fused_rows(call.options.fuse_projections)
                     prefill = PrefillPasses(call, refresh, fused_tokens)
                     passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))
@@ -381,7 +381,7 @@ def choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
 
     Processes that compute the model together choose the simplest one that any of them would run.
     """
-    with call.ranks.together() as offer:
+    with call.together() as offer:
         mode, reason = _choose_mode(call, new_tokens)
         offer.numbers = [_SIMPLEST_FIRST.index(mode)]
     if (simplest := _SIMPLEST_FIRST[offer.numbers[0]]) != mode:

@@ -19,18 +19,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from ...attention.forest import Forest
-from ...attention.kv import Scoring, SuffixLengths
+from ...attention.kv import Scoring, SuffixLengths, unwritten_partial
 from ...attention.launch.plan import HeadShape, choose_own_nodes
 from ...attention.launch.step_tables import RestTables, StepTables
-from ...attention.partial import unwritten_partial
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.handles import ExpandedOfStep
 from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
 from ...cache.stores import Kind, Store
-from ...errors import Unsupported, ran_out_of_memory
+from ...errors import PassFailedError, Unsupported, ran_out_of_memory
 from ...kernels.ahead import compile_in_background
-from ...parallel.ranks import PassFailedError
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
@@ -119,7 +117,7 @@ class RowPasses:
         hidden = cache.inputs.hidden
         if (hidden.dtype, hidden.device) != (call.model.dtype, call.model.device):
             return None
-        numbers = sum(store.numbers for store in layout.cross.values())
+        numbers = sum(store.numbers for store in layout.shared.values())
         if not _takes_little_memory(call.model, hidden.shape[0] * hidden.shape[1] * numbers):
             return None
         self._refresh()
@@ -178,8 +176,7 @@ def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
 
 def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
     """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
-    head = call.model.get_output_embeddings()
-    if not _is_first_capture(call) or head is None:
+    if (head := call.model.get_output_embeddings()) is None:
         return
     dtype, device = call.model.dtype, call.model.device
 
@@ -192,8 +189,6 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     """Begin to compile the decode kernels for steps over a forest."""
-    if not _is_first_capture(call) or call.structure.parallel is not None:  # whose steps launch others
-        return
     model, layout = call.model, call.structure.layout
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)
@@ -210,10 +205,6 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
                 _attend(store, attended, model.dtype, model.device, merged=merged)
 
     compile_in_background(launch, model.device)
-
-
-def _is_first_capture(call: CallContext) -> bool:
-    return call.mode != "eager" and not call.state.captures.made
 
 
 def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:

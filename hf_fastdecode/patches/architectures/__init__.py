@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...attention.own_code import OwnCode, register
+from ...attention.overrides import OwnCode, register
 from .biased_keys import BIASED_KEYS
 from .decoders import DECODERS
 from .encoder_decoders import ENCODER_DECODERS

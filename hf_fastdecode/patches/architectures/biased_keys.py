@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..._compat import takes_old_name
 from ...attention.interface import attend_shared, outgrows, positions_of_pass
-from ...attention.own_code import OwnCode
+from ...attention.overrides import OwnCode
 from ...errors import Unsupported
 
 WIDTH: Final = 16

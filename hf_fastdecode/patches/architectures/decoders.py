@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._compat import CACHE, cache_in, takes_old_name, with_cache
 from ...attention.interface import attend_shared, positions_of_pass, shared_context_attention
 from ...attention.kv import SharedKV
-from ...attention.own_code import Method, OwnCode
+from ...attention.overrides import Method, OwnCode
 from ...cache.layers.cross import ImageView
 from .encoder_decoders import embed_positions, project_heads
 
@@ -216,9 +216,9 @@ def no_mask(module: Any, *args: Any, **kwargs: Any) -> None:
     """Overrides `Kosmos2TextTransformer._prepare_decoder_attention_mask`, which is causal and hides padding."""
 
 
-def _of_kosmos(stand_ins: Mapping[str, Mapping[str, Method]]) -> OwnCode:
+def _of_kosmos(overrides: Mapping[str, Mapping[str, Method]]) -> OwnCode:
     return OwnCode(
-        stand_ins,
+        overrides,
         places_tokens=True,
         not_captured="it derives positions from the length of the cache, which a graph would keep",
     )

@@ -27,7 +27,7 @@ from transformers import EncoderDecoderCache
 
 from ..._compat import CACHE_LENGTH, cache_in, takes_old_name
 from ...attention.interface import attend_encoded, attend_shared, given_positions, kept_for_capture, outgrows
-from ...attention.own_code import Method, OwnCode
+from ...attention.overrides import Method, OwnCode
 from ...errors import Unsupported
 
 
@@ -105,10 +105,10 @@ def attend_bart(
 def _bart(positions: str, attention: str | None = None) -> OwnCode:
     """The entry of a decoder, by its classes of positions' embeddings and, of those with code of their own, of
     attention."""
-    stand_ins: dict[str, dict[str, Method]] = {positions: {"forward": embed_positions}}
+    overrides: dict[str, dict[str, Method]] = {positions: {"forward": embed_positions}}
     if attention is not None:
-        stand_ins[attention] = {"forward": attend_bart}
-    return OwnCode(stand_ins, counts_padding=True)
+        overrides[attention] = {"forward": attend_bart}
+    return OwnCode(overrides, counts_padding=True)
 
 
 def embed_sinusoidal(table_for: Callable[[Any, int], Tensor], module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -238,7 +238,7 @@ ENCODER_DECODERS = {
     "seamless_m4t": _m2m_100("SeamlessM4T", _GROWING),
     "seamless_m4t_v2": _m2m_100("SeamlessM4Tv2", _GROWING),
     "speech_to_text": _m2m_100("Speech2Text", _FIXED),
-    "speecht5": _m2m_100("SpeechT5", _FIXED, stand_ins={"SpeechT5Attention": {"forward": attend_beside_encoder}}),
+    "speecht5": _m2m_100("SpeechT5", _FIXED, overrides={"SpeechT5Attention": {"forward": attend_beside_encoder}}),
     "switch_transformers": _t5("SwitchTransformersAttention"),
     "t5": _t5("T5Attention"),
     "trocr": _bart("TrOCRLearnedPositionalEmbedding", "TrOCRAttention"),

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._compat import local_part
-from ...attention.kv import Scoring, SharedKV
-from ...attention.own_code import OwnCode
-from ...attention.partial import Partial
+from ...attention.kv import Partial, Scoring, SharedKV
+from ...attention.overrides import OwnCode
 from ...cache.layers.latent import multiplying
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import CACHE, cache_in, with_cache
-from ...attention.own_code import OwnCode, OwnStates
+from ...attention.overrides import OwnCode, OwnStates
 
 
 def attend_minimax(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:

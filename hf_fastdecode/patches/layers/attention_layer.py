@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import QuantizedCache
 
 from ..._compat import takes_cache
-from ...attention.active_passes import no_autocast
-from ...attention.kv import ForestKV, Scoring, Segment, SlidingWindow
-from ...attention.partial import Partial, merge
+from ...attention.kv import ForestKV, Partial, Scoring, Segment, SlidingWindow, merge
+from ...attention.overrides import no_autocast
 from ...attention.torch_operators.operators import cannot_run
 from ...cache.captured import CapturedCache
 from ...cache.handles import DecodeKV, PrefillKV

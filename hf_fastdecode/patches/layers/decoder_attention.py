@@ -23,9 +23,9 @@ from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 
 from ..._compat import takes_cache
-from ...attention.active_passes import no_autocast
 from ...attention.interface import attend_encoded, attend_shared
 from ...attention.kv import Segment
+from ...attention.overrides import no_autocast
 from ...cache.layers.cross import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..config_base import SlimLayer

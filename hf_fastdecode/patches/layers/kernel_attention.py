@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, float32
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...attention.active_passes import no_autocast
-from ...attention.kv import Segment
-from ...attention.partial import Partial, merge
+from ...attention.kv import Partial, Segment, merge
+from ...attention.overrides import no_autocast
 from ...cache.captured import CapturedCache
 from ...conversion.fit.attention import Tables
 from ...conversion.fit.cached_numbers import EIGHT_BITS, views

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...attention.active_passes import no_autocast
+from ...attention.overrides import no_autocast
 from ...conversion.fit.cached_numbers import EIGHT_BITS
 from ..config_base import SlimLayer, check_threshold
 from .slim_values import wide

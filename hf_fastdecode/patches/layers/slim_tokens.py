@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...attention.active_passes import no_autocast
 from ...attention.kv import Segment
+from ...attention.overrides import no_autocast
 from ...conversion.fit.attention import Tables, rotate, unrotate
 from ...conversion.fit.cached_numbers import DIGITS, load, store, stored_bytes, with_positions, without_positions
 from ..config_base import SlimLayer

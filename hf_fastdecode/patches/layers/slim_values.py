@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...attention.active_passes import no_autocast
+from ...attention.overrides import no_autocast
 from ...kernels.failures import Kernel, KernelFailedError, failure
 
 _REMAINDER = 2.0**11

@@ -14,8 +14,8 @@ from benchmarks.generate.calls import caller, check_way, load, logits_error
 from benchmarks.generate.cases import WAYS
 from benchmarks.generate.measure import GenerateBench
 from benchmarks.generate.ways import find_way, no_attention, replaced_attention, using
-from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
+from hf_fastdecode.attention.overrides import ATTENTION_NAME
 from hf_fastdecode.measurement.rows import NotAvailableError
 from hf_fastdecode.measurement.shapes import SHAPES, parameters, random_model
 

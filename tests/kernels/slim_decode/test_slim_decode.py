@@ -12,7 +12,7 @@ from hf_fastdecode.kernels import limits
 from hf_fastdecode.kernels.slim_decode.inputs import refusal
 
 pytest.importorskip("triton")
-from hf_fastdecode.attention.partial import Partial, merge
+from hf_fastdecode.attention.kv import Partial, merge
 from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_decode import api
