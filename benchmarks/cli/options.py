@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.bench import refuse_red
 from hf_fastdecode.cli.console import FailedCheck, show_tables
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import C, Case, Measurement
+from hf_fastdecode.measurement.rows import C, Case, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..generate.shapes import INPUT_SHAPES
@@ -35,6 +36,7 @@ Trees = Annotated[
         show_default="none",
     ),
 ]
+NewTokens = Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)]
 ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; also fp32, bf16 or fp16.")]
 Only = Annotated[
     list[str] | None,
@@ -92,7 +94,15 @@ def _in_words(case: Case) -> str:
     return "  ".join(f"{name}={value}" for name, value in case.columns().items() if value != "")
 
 
-def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:
+def measured(cases: Sequence[Case], ways: Sequence[str], bench: Any, out: Path) -> list[Measurement]:
+    """Rows of the cases in all ways, measured by `bench` on its device; see `hf_fastdecode.measurement.rows.run`."""
+    where = provenance(bench.device, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=where, out=out)
+
+
+def report(
+    rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool = False
+) -> None:
     """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
     from ..figures import plot as draw
 

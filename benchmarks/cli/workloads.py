@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
@@ -29,13 +28,10 @@ from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.rows import check_out, provenance, run
+from hf_fastdecode.measurement.rows import check_out
 
 from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import repeatable, report_workload
-
-if TYPE_CHECKING:
-    pass
+from .options import measured, repeatable, report_workload
 
 app = command_group()
 
@@ -44,9 +40,8 @@ _QUESTION_SHOTS: Final = 5
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
 
 _NOTE: Final = (
-    "Rows have the device, versions, commit (`$COMMIT` when it is set) and command; a picture goes beside them. Rows "
-    "that the file already has from the same commit and command are kept: run a command again, and it goes on where "
-    "it broke off."
+    "A picture goes beside the rows, which have the device, versions, commit (`$COMMIT` when it is set) and command. "
+    "Those of the same commit and command are kept: run a command again, and it goes on where it broke off."
 )
 
 
@@ -80,16 +75,9 @@ def hier(
     """Samples of several problems in one call, with no, one or two levels of sharing.
 
     All problems begin with the same solved examples, and all samples of a problem with its prompt. The same rows are
-    generated at four levels:
-
-    - `none`: stock transformers; every row stores and reads all of its prompt.
-
-    - `few-shot`: the examples are stored once for all rows, a problem once for each of its samples; this is the
-    paper's single level.
-
-    - `problem`: the whole prompt of a problem, examples and all, is stored once for its samples.
-
-    - `two-level`: the examples once for all rows, each problem once for its samples; so hf_fastdecode does by itself.
+    generated at four levels: `none` is stock transformers; `few-shot` stores the examples once for all rows, the
+    paper's single level; `problem` each problem's whole prompt once for its samples; `two-level` the examples once for
+    all rows, each problem once for its samples, as hf_fastdecode does by itself.
 
     Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
     solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
@@ -97,9 +85,6 @@ def hier(
 
     Examples:
 
-        python -m benchmarks workloads hier
-        python -m benchmarks workloads hier --task mbpp --data mbpp.jsonl \\
-            --points 8x16,16x32 --new-tokens 64
         python -m benchmarks workloads hier --model shape:7b-mha \\
             --points 8x64,8x128 --new-tokens 128
     """
@@ -128,8 +113,7 @@ def hier(
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        where = provenance(loaded.device, backend=backend_of_environment())
-        rows = run(cases, levels, bench.measure, provenance=where, out=out)
+        rows = measured(cases, levels, bench, out)
     report_workload(rows, out, levels_table, draw_levels)
 
 
@@ -173,9 +157,6 @@ def longqa(
 
     Examples:
 
-        python -m benchmarks workloads longqa
-        python -m benchmarks workloads longqa --model MODEL --document book.txt \\
-            --tokens 20000 --questions 1,16,256
         python -m benchmarks workloads longqa --model shape:8b-gqa --tokens 20000 \\
             --questions 64,512 --new-tokens 64
     """
@@ -204,8 +185,7 @@ def longqa(
             mode=mode,
         )
         cases = [bench.case(number) for number in wanted]
-        where = provenance(loaded.device, backend=backend_of_environment())
-        rows = run(cases, ways, bench.measure, provenance=where, out=out)
+        rows = measured(cases, ways, bench, out)
     report_workload(rows, out, questions_table, draw_questions)
 
 

@@ -26,7 +26,7 @@ class ParallelBench:
     """The measurements of all processes; `measure` of rank 0 has the others do the same, until it says `finish`."""
 
     def __init__(self, processes: Processes, *, check: bool = True, repeats: int = 2):
-        self.processes = processes
+        self.processes, self.device = processes, processes.device
         self._steps = StepBench(processes, repeats=repeats, check=check)
         self._attention = AttentionBench(processes, check=check)
         self._collectives = CollectiveBench(processes)

@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 """What `generate` is given beside the temperature, by name; ``greedy`` is ``do_sample=False``."""
 
-SAMPLING_WAYS = ("fast", "hf")
+SAMPLING_WAYS = {"fast": "the sampling kernel", "hf": "transformers' processors, softmax and multinomial"}
 
 
 @dataclass(frozen=True)

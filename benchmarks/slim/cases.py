@@ -17,12 +17,18 @@ RANK_DIVISOR = 8
 
 _EIGHT_BITS = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
-SLIM_WAYS = (
-    *("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches"),
-    *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
-)
-"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
-``slim-k-two-launches`` is by the kernel for GPUs without clusters."""
+SLIM_WAYS = {
+    "flash": "PyTorch's attention over keys and values",
+    "forest": "this package's over them as suffixes",
+    "forest-prompt": "this package's over them as nodes",
+    "slim-k": "a slim cache of keys alone",
+    "slim-k+r": "of keys and an eighth as many V-coordinates",
+    "slim-k-two-launches": "by the kernel for GPUs without thread block clusters",
+    "slim-k-int8": "keys in 8 bits with scales, dequantised on chip",
+    "slim-k+r-int8": "these with V-coordinates",
+    "slim-k-fp8": "keys in fp8",
+}
+"""Ways and what they are."""
 
 
 @dataclass(frozen=True)

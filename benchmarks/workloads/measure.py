@@ -214,7 +214,7 @@ class _Workload:
         too_long: str,
         columns: dict[str, Any],
     ):
-        self.model, self.prompts, self.timing = model, prompts, timing
+        self.model, self.device, self.prompts, self.timing = model, model.device, prompts, timing
         self._columns = {**columns, "dtype": str(model.dtype).removeprefix("torch.")}
         limit, longest = max_positions(model.config), max(map(len, prompts))
         if limit is not None and longest + timing.new_tokens > limit:

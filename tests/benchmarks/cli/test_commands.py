@@ -82,7 +82,7 @@ def test_operators(tmp_path):
     columns += "head_dim dtype nodes way status variant us_p20 us_p50 us_p80 over_floor tb_per_s tflop_per_s bytes "
     columns += "flops floor_us copy_tb_per_s matmul_tflop_per_s error_ratio"
     assert list(rows[0]) == columns.split()
-    assert tuple(OP_WAYS) == OP_WAY_NAMES
+    assert tuple(OP_WAYS) == tuple(OP_WAY_NAMES)
 
 
 def test_a_wrong_way_ends_the_command(tmp_path, monkeypatch):
