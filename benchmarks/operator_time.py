@@ -46,13 +46,13 @@ def time_operator(
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph, output = _captured(calls, rounds=1)
-    seconds = min(_replays(graph, 2))
+    seconds = min(replays(graph.replay, 2))
     rounds = min(math.ceil(_LEAST_GRAPH_S / seconds), max(1, _MOST_LAUNCHES // len(calls)))
     if rounds > 1:
         del graph, output
         graph, output = _captured(calls, rounds)
         seconds *= rounds
-    samples = _replays(graph, max(5, min(30, int(budget_s / seconds))))
+    samples = replays(graph.replay, max(5, min(30, int(budget_s / seconds))))
     return percentiles([sample / (rounds * len(calls)) for sample in samples]), output
 
 
@@ -66,14 +66,14 @@ def _captured(calls: Sequence[Callable[[], Output]], rounds: int) -> tuple[torch
     return graph, output
 
 
-def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Seconds of each replay; two that are not measured keep the device busy, so that no launch is waited for."""
+def replays(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each call; two that are not measured keep the device busy, so that no launch is waited for."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    graph.replay()
-    graph.replay()
+    call()
+    call()
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        call()
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]

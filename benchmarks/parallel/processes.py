@@ -23,6 +23,8 @@ from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.parallel import shards
 
+from ..operator_time import replays
+
 Result = TypeVar("Result")
 
 _SECONDS = 600  # of waiting for another process, such as for its prefill of a long context
@@ -100,6 +102,12 @@ class OneProcess:
     def gathered(self, one: Any) -> list[Any]:
         return [one]
 
+    def first(self, one: Any) -> Any:
+        return one
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        return work()
+
 
 def launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -174,41 +182,22 @@ def time_together(
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
-    graph = _captured(call)
-    captured = all(processes.gathered(graph is not None))
-    again = graph.replay if captured and graph is not None else call
-    times = _by_events(again, processes, budget_s)
-    del again
-    if graph is not None:
-        torch.cuda.synchronize(device)
-        graph.reset()
-    return _slowest(processes, times), captured
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     graph = torch.cuda.CUDAGraph()
     try:
         # The communication library's own thread calls CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
+        here = True
     except RuntimeError:
         torch.cuda.synchronize()
-        return None
-    return graph
-
-
-def _by_events(again: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
-    def replays(count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        again()  # while it runs, the next ones are launched
-        for event in events[:-1]:
-            event.record()
-            again()
-        events[-1].record()
-        torch.cuda.synchronize()
-        return [events[index].elapsed_time(events[index + 1]) / 1e3 for index in range(count)]
-
-    return replays(_count(processes, min(replays(3)), budget_s))
+        here = False
+    captured = all(processes.gathered(here))
+    again = graph.replay if captured else call
+    times = replays(again, _count(processes, min(replays(again, 3)), budget_s))
+    del again
+    if here:
+        graph.reset()
+    return _slowest(processes, times), captured
 
 
 def _wall(call: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
@@ -218,8 +207,7 @@ def _wall(call: Callable[[], object], processes: Processes | OneProcess, budget_
         call()
         return idle_time(processes.device) - start
 
-    once()
-    return [once() for _ in range(_count(processes, once(), budget_s, least=3))]
+    return [once() for _ in range(_count(processes, (once(), once())[1], budget_s, least=3))]
 
 
 def _count(processes: Processes | OneProcess, seconds: float, budget_s: float, least: int = 5) -> int:
