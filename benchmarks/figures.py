@@ -34,12 +34,9 @@ STYLES: dict[str, tuple[str, str]] = {
     "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
     "stock": (COLOURS["stock"], "transformers"),
     "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
-    "generate_batch": ("#c2a5a5", "transformers generate_batch"),
     "shared": (COLOURS["shared"], "hf_fastdecode"),
     "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
     "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
-    "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
-    "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
 }
 """The colour and name of each way in every figure."""
 _PLAIN_STYLE = ("#444444", "")
@@ -155,33 +152,24 @@ def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None
         return None
     figure, axes = _figure(panels)
     for axis, (name, own) in zip(axes, panels.items()):
-        axis.set_title(name, fontsize=9)
         for way in dict.fromkeys(row["way"] for row in own):
-            axis.plot(*_points(own, way), **_look(way))
-        ways = {row["way"] for row in own}
-        for ceiling in sorted(way for way in ways if way.endswith(CEILING)):
-            _, steps = _points(own, ceiling)
-            floors = {_middle(row): float(row["kv_floor_ms"]) for row in own}
-            base = sum(steps) / len(steps)
-            xs = sorted(floors)
-            axis.plot(xs, [base + floors[x] for x in xs], "k--", linewidth=1, label="no attention + reading the KV")
+            xs, steps = zip(*sorted((_middle(row), float(row["ms_per_step"])) for row in own if row["way"] == way))
+            axis.plot(xs, steps, **_look(way))
+            if way.endswith(CEILING):
+                floors = {_middle(row): float(row["kv_floor_ms"]) + sum(steps) / len(steps) for row in own}
+                axis.plot(*zip(*sorted(floors.items())), "k--", linewidth=1, label="no attention + reading the KV")
         axis.set_ylim(bottom=0)
+        axis.set_title(name, fontsize=9)
         axis.set_xlabel("tokens of a completion", fontsize=8)
         axis.set_ylabel("ms a step", fontsize=8)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
+        style_axis(axis)
     add_title(figure, where_measured(measured))
+    add_legend(figure, fontsize=8)
     return save(figure, path)
 
 
 def _middle(row: Measurement) -> float:
     return (int(row["from_token"]) + int(row["to_token"])) / 2
-
-
-def _points(rows: Sequence[Measurement], way: str) -> tuple[list[Any], list[Any]]:
-    found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
-    return [x for x, _ in found], [y for _, y in found]
 
 
 _OPS: dict[str, Picture] = {

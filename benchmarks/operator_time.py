@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import TypeVar
@@ -107,6 +108,17 @@ class Ceilings:
     def floor_s(self, case: OpCase, itemsize: int) -> float:
         """Least seconds of a case: its bytes at one rate, or its arithmetic at the other."""
         return max(case.bytes(itemsize) / self.bytes_per_s, case.flops / self.flops_per_s)
+
+
+class OperatorBench:
+    """A device, its ceilings, and whether a way is timed only if its error is within the rule."""
+
+    def __init__(self, device: torch.device, *, check: bool = True):
+        self.device, self.check = device, check
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        return measure_ceilings(self.device)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

@@ -204,9 +204,8 @@ def _calls(
         ]
 
 
-_OF_COMPLETIONS = [name for name in WAYS if name.removeprefix("stock-") not in LOOPS and name != "generate_batch"]
-_OF_FIRST_CALLS = [name for name in WAYS if name not in ("generate_batch", "stock-beams", "beams")]
-_OF_PROFILE = [name for name in WAYS if name != "generate_batch"]
+_OF_COMPLETIONS = [name for name in WAYS if name.removeprefix("stock-") not in LOOPS]
+_OF_FIRST_CALLS = [name for name in WAYS if name not in ("stock-beams", "beams")]
 
 
 def completions(
@@ -312,7 +311,7 @@ def profile(
     point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
     tree: Trees = None,
     new_tokens: NewTokens = 65,
-    way: Annotated[list[str] | None, repeatable(_OF_PROFILE, "shared")] = None,
+    way: Annotated[list[str] | None, repeatable(WAYS, "shared")] = None,
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
@@ -329,7 +328,7 @@ def profile(
 
         python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
     """
-    ways = check_ways(way or ("shared",), _OF_PROFILE)
+    ways = check_ways(way or ("shared",), WAYS)
     calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
     cases = [ProfileCase(call, part) for call in calls for part in PARTS]
     if show:

@@ -133,9 +133,11 @@ def report_workload(
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}")
     show_tables(table(rows))
     for row in rows:
+        at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
         if row["status"] != "ok":
-            at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
             typer.echo(f"{at}, {row['way']}: {row['status']}")
+        elif row.get("correct"):
+            typer.echo(f"{at}, {row['way']}: {row['correct']} right")
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
 
 

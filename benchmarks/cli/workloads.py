@@ -99,7 +99,7 @@ def hier(
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_levels
         from ..workloads.measure import HierBench, Timing
-        from ..workloads.tables import levels_table
+        from ..workloads.tables import levels_page
 
         bench = HierBench(
             loaded,
@@ -114,7 +114,7 @@ def hier(
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
         rows = measured(cases, levels, bench, out)
-    report_workload(rows, out, levels_table, draw_levels)
+    report_workload(rows, out, levels_page, draw_levels)
 
 
 @app.command(epilog=_NOTE)
@@ -170,7 +170,7 @@ def longqa(
         from ..figures import draw_questions
         from ..workloads.document import make_document
         from ..workloads.measure import QuestionsBench, Timing
-        from ..workloads.tables import questions_table
+        from ..workloads.tables import questions_page
 
         length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
@@ -186,7 +186,7 @@ def longqa(
         )
         cases = [bench.case(number) for number in wanted]
         rows = measured(cases, ways, bench, out)
-    report_workload(rows, out, questions_table, draw_questions)
+    report_workload(rows, out, questions_page, draw_questions)
 
 
 @contextmanager

@@ -25,7 +25,6 @@ WAYS: dict[str, str] = {
     "stock-beams": "transformers' beam search, with as many beams as samples",
     "stock-lookup": "transformers' prompt lookup, 8 tokens at a time; one sample only",
     "stock-hidden-states": "stock with output_hidden_states",
-    "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
     "slim-k": "the same with a slim model of this shape: what one row alone has is stored as keys only",
     "slim-k+r": "the same as keys and d/8 V-coordinates",
@@ -37,8 +36,6 @@ WAYS: dict[str, str] = {
     "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
     "eager-no-attention": "the ceiling of eager",
     "graph-no-attention": "the ceiling of graph",
-    "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
-    "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
 }
 """Ways and what they are. ``+name=value`` after one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
@@ -46,7 +43,7 @@ LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
 
 _STOCK_WAYS = (
-    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "generate_batch"),
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r"),
     *(f"stock-{name}" for name in LOOPS),
     *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
 )

@@ -41,13 +41,12 @@ from hf_fastdecode.measurement.calls import (
     what_ran,
 )
 
+from ..latest import Latest
 from ..operator_time import measure_ceilings
-from .calls import LatestModel, batch_caller, caller, check_way, floor_kv_bytes, kv_bytes_per_token, small_case
+from .calls import caller, check_way, floor_kv_bytes, kv_bytes_per_token, load, small_case
 from .cases import CompletionCase, GenerateCase
 from .shapes import given_of
 from .ways import GenerateWay, find_way, using
-
-_BATCH_STEPS = 4  # steps timed of `generate_batch`
 
 
 class Bench:
@@ -55,8 +54,13 @@ class Bench:
 
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
-        self._model = LatestModel(device)
+        self._model: Latest[PreTrainedModel] = Latest()
         self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
+
+    def model(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        key = case.shape, case.dtype, way.slim
+        return self._model.of(key, lambda: load(case.shape, self.device, dtype, way.slim))
 
     def red(self, case: GenerateCase, way_name: str) -> str | None:
         """Why a way must not be measured: its check found it wrong, or it does not run at all."""
@@ -101,16 +105,15 @@ class GenerateBench(Bench):
             red = self.red(case, way_name)
         if red:
             return dict.fromkeys(_COLUMNS) | {"status": red}
-        return guarded(_COLUMNS, lambda: self._measured(self._model.of(case, way), case, way))
+        return guarded(_COLUMNS, lambda: self._measured(self.model(case, way), case, way))
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
-        call = batch_caller(model, case) if way.batch else caller(model, case, way)
-        most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
+        call, most = caller(model, case, way), case.new_tokens
         compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
         stock = None
         if compare:
             with seeded(self.device):
-                stock = caller(model, case, replace(way, enable=None, attention=None))(most)
+                stock = caller(model, case, replace(way, enable=None))(most)
         collect()
         before = begin_peak(self.device)
         with using(model, way):
@@ -122,24 +125,22 @@ class GenerateBench(Bench):
             slow = first_call > self.budget_s
             if not slow:
                 call(1)
-            if not (slow or way.hooks or way.batch):
+            if not (slow or way.hooks):
                 call(most)  # compilers record in the second call
             prefills, decodes, whole = prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
             )
             peak = peak_over(self.device, before)
             last = None if way.enable is None else fd.explain(model).last_call
-            parts = way.batch or (last is not None and last.rows_at_once > 0)  # of which no call returns its cache
+            parts = last is not None and last.rows_at_once > 0  # of which no call returns its cache
             ran = None if way.enable is None else what_ran(model)
             memory = {} if parts else self._memory(model, case, way, call, last, slow=slow)
         memory["peak_bytes"] = peak
-        drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
+        drawn = sum(case.lengths()) - case.samples
         result = step_columns(decodes, most - 1, drawn) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
-        if way.attention is not None:
+        if not way.attention:
             return result
         result |= {"prefill_s": percentiles(prefills).p50, "single_prefill_s": self._single_prefill(model, case, way)}
-        if most < case.new_tokens:
-            return result | memory
         return result | {"total_s": percentiles(whole).p50} | memory
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:
@@ -231,7 +232,7 @@ class CompletionBench(Bench):
         return measure_ceilings(self.device).bytes_per_s
 
     def _timed_call(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
-        model = self._model.of(case.call, way)
+        model = self.model(case.call, way)
         collect()
         before = begin_peak(self.device)
         with using(model, way):

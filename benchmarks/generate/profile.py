@@ -119,7 +119,7 @@ class ProfileBench(Bench):
         return guarded(_COLUMNS, profiled)
 
     def _profiled(self, case: GenerateCase, way: GenerateWay) -> dict[str, dict[str, Any]]:
-        model = self._model.of(case, way)
+        model = self.model(case, way)
         call, steps = caller(model, case, way), case.new_tokens - 1
         with using(model, way):
             for count in (case.new_tokens, 1, case.new_tokens):  # compiles, captures

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -72,9 +72,7 @@ def decode_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
     pool = PagePool()
     rows = whole_rows(pool, sets[0].case)
     kernels = {"CUDA cores": False, "tensor cores": True}
-    return _calls(
-        sets, pool, {name: partial(_decode, rows, tensor_cores=tensor_cores) for name, tensor_cores in kernels.items()}
-    )
+    return _calls(sets, pool, {name: partial(_decode, rows, tensor_cores=chosen) for name, chosen in kernels.items()})
 
 
 def cascade_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
@@ -93,55 +91,30 @@ class _Setup:
     workspace: Tensor
     layout: str
 
-    def buffer(self, table: Tensor) -> Tensor:
-        return table.to(self.inputs.query.device, copy=True)
+    def buffers(self, tables: Iterable[Tensor]) -> list[Tensor]:
+        return [table.to(self.inputs.query.device, copy=True) for table in tables]
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.inputs.case.heads, self.inputs.case.kv_heads, self.inputs.case.head_dim, PAGE_SIZE
-
-    @property
-    def options(self) -> dict[str, Any]:
-        dtype = self.inputs.query.dtype
-        return {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
+    def plan(self, wrapper: Any, *tables: Any) -> _Run:
+        case, dtype = self.inputs.case, self.inputs.query.dtype
+        options = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
+        wrapper.plan(*tables, case.heads, case.kv_heads, case.head_dim, PAGE_SIZE, **options)
+        run: _Run = wrapper.run
+        return run
 
 
 def _decode(rows: Sequences, setup: _Setup, *, tensor_cores: bool) -> _Run:
     wrapper = setup.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        setup.workspace,
-        setup.layout,
-        use_cuda_graph=True,
-        use_tensor_cores=tensor_cores,
-        paged_kv_indptr_buffer=setup.buffer(rows.page_start),
-        paged_kv_indices_buffer=setup.buffer(rows.pages),
-        paged_kv_last_page_len_buffer=setup.buffer(rows.last_length),
+        setup.workspace, setup.layout, True, tensor_cores, *setup.buffers(rows[1:])
     )
-    wrapper.plan(rows.page_start, rows.pages, rows.last_length, *setup.shape, **setup.options)
-    run: _Run = wrapper.run
-    return run
+    return setup.plan(wrapper, *rows[1:])
 
 
 def _cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
+    buffers = map(list, zip(*map(setup.buffers, tables)))
     wrapper = setup.flashinfer.MultiLevelCascadeAttentionWrapper(
-        len(tables),
-        setup.workspace,
-        setup.layout,
-        use_cuda_graph=True,
-        qo_indptr_buf_arr=[setup.buffer(level.query_start) for level in tables],
-        paged_kv_indptr_buf_arr=[setup.buffer(level.page_start) for level in tables],
-        paged_kv_indices_buf_arr=[setup.buffer(level.pages) for level in tables],
-        paged_kv_last_page_len_buf_arr=[setup.buffer(level.last_length) for level in tables],
+        len(tables), setup.workspace, setup.layout, True, *buffers
     )
-    wrapper.plan(
-        [level.query_start for level in tables],
-        [level.page_start for level in tables],
-        [level.pages for level in tables],
-        [level.last_length for level in tables],
-        *setup.shape,
-        **setup.options,
-    )
-    run: _Run = wrapper.run
-    return run
+    return setup.plan(wrapper, *map(list, zip(*tables)))
 
 
 def _fa2_cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
@@ -153,18 +126,9 @@ def _fa2_cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
     wrappers = []
     for level in tables:
         wrapper = setup.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            setup.workspace,
-            setup.layout,
-            use_cuda_graph=True,
-            qo_indptr_buf=setup.buffer(level.query_start),
-            paged_kv_indptr_buf=setup.buffer(level.page_start),
-            paged_kv_indices_buf=setup.buffer(level.pages),
-            paged_kv_last_page_len_buf=setup.buffer(level.last_length),
-            backend="fa2",
+            setup.workspace, setup.layout, True, *setup.buffers(level), backend="fa2"
         )
-        wrapper.plan(
-            level.query_start, level.page_start, level.pages, level.last_length, *setup.shape, **setup.options
-        )
+        setup.plan(wrapper, *level)
         wrappers.append(wrapper)
     *nodes, suffixes = wrappers
     other = torch.empty_like(setup.inputs.query.squeeze(2))
@@ -221,9 +185,8 @@ def _call(run: _Run, query: Tensor, cache: tuple[Tensor, Tensor]) -> Callable[[]
     return lambda: run(queries, cache).unsqueeze(2)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Page tables of sequences, on the CPU, as int32.
+class Sequences(NamedTuple):
+    """Page tables of sequences, on the CPU, as int32, in the order of FlashInfer's arguments.
 
     Attributes:
         query_start: Where each sequence's queries start, ``[sequences + 1]``; rows are queries, in order.
@@ -350,16 +313,8 @@ def fasttree_calls(sets: Sequence[OpInputs]) -> dict[str, list[Callable[[], Tens
     return {layout: [_fasttree_call(fasttree, plan, inputs, layout) for inputs in sets] for layout in LAYOUTS}
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Output of `fasttree_preparation` for a case: tables and workspace, and tiles of both launches."""
-
-    tables: Sequence[Any]
-    query_tiles: Sequence[int]
-    key_tiles: Sequence[int]
-
-
-def _planned(fasttree: Any, case: OpCase) -> _Plan:
+def _planned(fasttree: Any, case: OpCase) -> tuple[Any, ...]:
+    """Output of `fasttree_preparation`, tables and workspace; then query and key tiles of both launches."""
     nodes = tree_of(case)
     params = fasttree.FastTreeParams()
     params.set_values(*_COST_WEIGHTS)
@@ -372,7 +327,7 @@ def _planned(fasttree: Any, case: OpCase) -> _Plan:
         tables, _ = fasttree.fasttree_preparation(
             nodes, first_tokens, *sizes, list(_SPLITS), *map(list, _THRESHOLDS), params
         )
-    return _Plan(tables, params.TSQs, params.TSKs)
+    return *tables, params.TSQs, params.TSKs
 
 
 def tree_of(case: OpCase) -> list[TreeNode]:
@@ -380,8 +335,10 @@ def tree_of(case: OpCase) -> list[TreeNode]:
 
     Several roots are below an empty one.
     """
-    levels = [list(level) for _, level in groupby(case.nodes, lambda node: node.depth)]
-    placed = [[(node.length, range(node.row_start, node.row_start + node.row_count)) for node in lv] for lv in levels]
+    placed = [
+        [(node.length, range(node.row_start, node.row_start + node.row_count)) for node in level]
+        for _, level in groupby(case.nodes, lambda node: node.depth)
+    ]
     placed.append([(case.suffix, range(row, row + 1)) for row in range(case.rows)])
     if len(placed[0]) > 1:
         placed.insert(0, [(0, range(case.rows))])
@@ -403,7 +360,7 @@ def tokens_of(nodes: Tensor, own: Tensor) -> Tensor:
     return torch.cat([nodes, own.transpose(0, 1).flatten(1, 2)], 1)
 
 
-def _fasttree_call(fasttree: Any, plan: _Plan, inputs: OpInputs, layout: str) -> Callable[[], Tensor]:
+def _fasttree_call(fasttree: Any, plan: tuple[Any, ...], inputs: OpInputs, layout: str) -> Callable[[], Tensor]:
     query = inputs.query.squeeze(2)
     keys, values = (
         tokens_of(nodes, own).transpose(0, 1) for nodes, own in zip(inputs.segment, inputs.suffix, strict=True)
@@ -413,9 +370,7 @@ def _fasttree_call(fasttree: Any, plan: _Plan, inputs: OpInputs, layout: str) ->
     out = torch.empty_like(query)
 
     def call() -> Tensor:
-        fasttree.fasttree_decode(
-            query, keys, values, out, *plan.tables, plan.query_tiles, plan.key_tiles, inputs.scale
-        )
+        fasttree.fasttree_decode(query, keys, values, out, *plan, inputs.scale)
         return out.unsqueeze(2)
 
     return call

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,24 +32,12 @@ Step = Callable[[], list[Tensor]]
 """Attends in every layer once: ``[rows, heads, 1, head_dim]`` each."""
 
 
-class Here(Protocol):
-    """Attention to what this process holds."""
-
-    def nodes(self, held: int, query: Tensor) -> Partial:
-        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
-        ...
-
-    def finish(self, layer: int, nodes: Partial) -> Tensor:
-        """To a layer's suffixes, merged with what was found of its nodes."""
-        ...
-
-
 class ByKernels:
-    """By the package's kernels.
+    """Attention to what this process holds, by the package's kernels.
 
     Args:
         forest: What is stored here of the context.
-        buffers: ``[2, kv_heads, tokens, head_dim]`` each: further places for as many nodes.
+        buffers: ``[2, kv_heads, tokens, head_dim]`` each: further capacity for as many nodes.
     """
 
     def __init__(self, stack: Stack, forest: Forest, buffers: list[Tensor]):
@@ -63,10 +50,12 @@ class ByKernels:
         self._suffixes.follow(without, SuffixLengths.of(SUFFIX), layers)
 
     def nodes(self, held: int, query: Tensor) -> Partial:
+        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
         case = self._stack.case
         return self._nodes.attend_nodes(held, query, self._stack.scoring.scale, kv_heads=case.kv_heads)
 
     def finish(self, layer: int, nodes: Partial) -> Tensor:
+        """To a layer's suffixes, merged with what was found of its nodes."""
         stack = self._stack
         return self._suffixes.attend(layer, stack.queries[layer], *stack.new(layer), stack.scoring, other=nodes)
 
@@ -186,7 +175,7 @@ class Ring:
         return merged
 
 
-def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[], None]:
+def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[], object]:
     """Begin to send to the next rank and to receive from the one before; the result waits for both."""
     after, before = ((processes.rank + by) % processes.count for by in (1, -1))
     operations = [
@@ -194,12 +183,7 @@ def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[]
         dist.P2POp(dist.irecv, received, before, group=processes.group),
     ]
     works = dist.batch_isend_irecv(operations)
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    return wait
+    return lambda: [work.wait() for work in works]
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,15 @@
 """Predicts attention of a decode step over many GPUs, by the cost model of Tree Attention (section 5.3).
 
 A cluster has two levels: links within a node, and slower ones between nodes. A message takes the latency of its link,
-and its bytes over the bandwidth. Attention takes the bytes of the keys and values that a GPU reads over the bandwidth
-of its memory, and the time of its launches. `fitted` fits a node's rates to rows of 2, 4 and 8 GPUs; what is
-between nodes was not measured. (The paper measured tree 8 times as fast as ring at most, on 128 GPUs over 5.12M
-tokens.)
+and its bytes over the bandwidth; attention the bytes of keys and values over the bandwidth of a GPU's memory, and the
+time of its launches. `fitted` fits a node's rates to rows of 2, 4 and 8 GPUs; what is between nodes was not measured.
 
-- *ring*: every GPU attends to all `p` parts, each of which it receives from its neighbour while it attends to the one
-  before. The slowest link paces all of them: ``t_attend + (p - 1) max(t_attend, t_pass)``.
+- *ring*: every GPU attends to all `p` parts, each received from its neighbour while it attends to the one before:
+  ``t_attend + (p - 1) max(t_attend, t_pass)``, paced by the slowest link.
 - *tree*: every GPU attends to its part; three all-reduces (algorithm 3) merge a maximum, a numerator and a
-  denominator. As section 5.3 says of NCCL, each is a ring within the nodes and a tree between them.
-- *one all-gather*: the same with one collective that gives every GPU all partials, as this package does: a ring within
-  the nodes, then nodes double what they know, all partials through each GPU's link.
-
-Within a node, a collective takes a time of its own, and the latency of a link for each further GPU.
+  denominator, each a ring within the nodes and a tree between them (section 5.3).
+- *one all-gather*: one collective gives every GPU all partials, as this package does: a ring within the nodes, then
+  nodes double what they know, all partials through each GPU's link.
 
 Nothing here needs torch.
 """
@@ -24,6 +20,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
+
+import numpy as np
 
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
@@ -193,9 +191,7 @@ def measured_cluster() -> Cluster:
 
 
 def fitted(rows: Iterable[Measurement]) -> Cluster:
-    """The cluster fitted to rows of attention in all ways, over two numbers of GPUs or more.
-
-    Lines by least squares of relative errors, through rows whose contexts one row of queries reads:
+    """The cluster fitted to rows of attention over two numbers of GPUs or more, by least squares of relative errors:
 
     - memory: the time of *one-gpu* against the bytes of keys and values. Other ways take more time for
       communication, and for launches that go with it.
@@ -212,8 +208,7 @@ def fitted(rows: Iterable[Measurement]) -> Cluster:
     passes = _line((_part_bytes(row, _gpus(row)), _pass_s(row, memory)) for row in of("ring"))
     cluster = Cluster(memory, Link(passes.bytes_per_s, latency_s=0.0))
     latency, gather_s = _weighted_line(
-        (_seconds(row) ** -2, _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s)
-        for row in of("tree")
+        (_seconds(row), _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s) for row in of("tree")
     )
     cluster = replace(cluster, within=Link(passes.bytes_per_s, latency), gather_s=gather_s)
     reduces = of("three-all-reduces")
@@ -231,23 +226,19 @@ def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
 
 def _line(points: Iterable[tuple[float, float]]) -> Link:
     """The line through bytes and seconds as a link."""
-    per_byte, latency_s = _weighted_line((seconds**-2, size, seconds) for size, seconds in points)
+    per_byte, latency_s = _weighted_line((seconds, size, seconds) for size, seconds in points)
     return Link(1 / per_byte, latency_s)
 
 
 def _weighted_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Slope and intercept through points of a weight, a place and a height.
+    """Slope and intercept through points of measured seconds, one over which is the weight, a place and a height.
 
-    A weight is one over the square of the measured seconds, so that errors are relative and all sizes count alike:
-    a hundredth of a long context's time is more than all that its communication takes.
+    So errors are relative and all sizes count alike: a hundredth of a long context's time is more than all that its
+    communication takes.
     """
-    weighted = list(points)
-    total = sum(weight for weight, _, _ in weighted)
-    middle = sum(weight * place for weight, place, _ in weighted) / total
-    level = sum(weight * height for weight, _, height in weighted) / total
-    rise = sum(weight * (place - middle) * (height - level) for weight, place, height in weighted)
-    slope = rise / sum(weight * (place - middle) ** 2 for weight, place, _ in weighted)
-    return slope, level - slope * middle
+    seconds, places, heights = map(np.array, zip(*points))
+    slope, intercept = np.polyfit(places, heights, 1, w=1 / seconds)
+    return float(slope), float(intercept)
 
 
 def _heads(row: Measurement) -> Heads:

@@ -41,6 +41,7 @@ from hf_fastdecode.measurement.calls import (
 )
 from hf_fastdecode.model_names import max_positions
 
+from ..latest import Latest
 from .cases import LEVELS, HierCase, Level, QuestionsCase, check_point
 from .document import LongDocument, is_right
 
@@ -249,7 +250,7 @@ class HierBench(_Workload):
         super().__init__(model, prompts, timing, too_long, {"model": name, "task": task, "shots": shots})
         self._options = {"mode": mode, "sampler": sampler}
         self._check = check and model.dtype == torch.float32
-        self._stock: tuple[HierCase, Tensor] | None = None
+        self._stock: Latest[Tensor] = Latest()
 
     def case(self, problems: int, samples: int) -> HierCase:
         check_point(problems, samples, len(self.prompts))
@@ -298,11 +299,12 @@ class HierBench(_Workload):
         return found.view(case.problems, case.samples, -1)
 
     def _stock_tokens(self, case: HierCase) -> Tensor:
-        if self._stock is None or self._stock[0] != case:
+        def make() -> Tensor:
             one_each = batch_of(self.prompts[: case.problems], self.model)
             one = greedy_tokens(self.model, one_each, None, min(CHECKED_TOKENS, self.timing.new_tokens))
-            self._stock = case, one[:, None].expand(-1, case.samples, -1)
-        return self._stock[1]
+            return one[:, None].expand(-1, case.samples, -1)
+
+        return self._stock.of(case, make)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -340,7 +342,7 @@ class QuestionsBench(_Workload):
         prompts = [ids_of(document.prompt(fact)) for fact in document.facts]
         super().__init__(model, prompts, timing, too_long, columns)
         self.tokenizer, self.document, self._mode = tokenizer, document, mode
-        self._answers: tuple[QuestionsCase, Tensor] | None = None
+        self._answers: Latest[Tensor] = Latest()
 
     def case(self, questions: int) -> QuestionsCase:
         return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
@@ -355,12 +357,10 @@ class QuestionsBench(_Workload):
         batch = batch_of([self.prompts[number % len(self.prompts)] for number in range(case.questions)], self.model)
         enable = {"mode": self._mode} if way == "shared" else None
         found = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
-        if "tokens" in found and self.model.dtype == torch.float32:
-            if self._answers is None or self._answers[0] != case:
-                self._answers = case, found["tokens"]
-            elif not torch.equal(found["tokens"], self._answers[1]):
-                return {"status": "wrong: shared and stock give other tokens"}
-        return found
+        if "tokens" not in found or self.model.dtype != torch.float32:
+            return found
+        right = torch.equal(found["tokens"], self._answers.of(case, lambda: found["tokens"]))
+        return found if right else {"status": "wrong: shared and stock give other tokens"}
 
     def _correct(self, tokens: Tensor) -> int:
         ends, right = end_tokens_of(self.model), 0

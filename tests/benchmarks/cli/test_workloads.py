@@ -34,7 +34,7 @@ def test_levels_are_measured_drawn_and_kept(tmp_path, monkeypatch):
         assert all(row[name] for name in ("device", "torch", "transformers", "commit", "command", "prefill_s"))
     prefilled = [int(row["prefilled_tokens"]) for row in rows]
     assert prefilled[0] > prefilled[2] > prefilled[3]
-    assert first.stdout.splitlines()[0].startswith("| problems | samples | sharing | prefill s | decode s | ms/step |")
+    assert first.stdout.startswith("| problems x samples | shared | a call | prefill | a step | tokens prefilled |")
     assert f"rows: {out}\npicture: {out.with_suffix('.png')}\n" in first.stdout
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(hier.HierBench, "measure", pytest.fail)

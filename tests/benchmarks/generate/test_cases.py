@@ -105,7 +105,3 @@ def test_one_level_stores_each_problem_whole(bench):
     assert {row["floor_kv_bytes"] for row in rows.values()} == {stored[1] * PER_TOKEN}
     embedded = [6 * 127, 80 + 3 * 40 + 6 * 7, 3 * 120 + 6 * 7]
     assert [row["embedded_tokens"] for row in rows.values()] == embedded
-
-
-def test_bifurcated_takes_one_prompt(bench):
-    assert bench.measure(TREE.case("tiny", 8, "float32"), "eager-bifurcated")["status"].startswith("not run: ")

@@ -178,7 +178,9 @@ def test_tasks_of_another_form_are_refused(tmp_path):
     path = tmp_path / "humaneval.jsonl"
     record = {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "check", "entry_point": "f"}
     path.write_text(json.dumps(record | {"canonical_solution": "    return 1\n"}) + "\n")
-    with pytest.raises(InputError, match="`shots` must be between 0 and 0, the solved examples, got 3"):
+    with pytest.raises(
+        InputError, match="task HumanEval/0 begins with a signature; the prompt format austin is for MBPP's"
+    ):
         problem_prompts(load_tasks("humaneval", data=path), 3)
 
 
