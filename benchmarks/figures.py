@@ -86,14 +86,24 @@ def _draw_lines(
         return None
     figure, axes = _figure(panels)
     for axis, (panel, rows) in zip(axes, panels.items()):
-        axis.set_title(panel, fontsize=9)
         whole = [row for row in rows if not is_part(row["way"])]
-        for way, points in _lines(whole, x, y[0]):
-            axis.plot(*points, **_look(way))
+        for way in sorted({row["way"] for row in whole}, key=[*STYLES, *(row["way"] for row in whole)].index):
+            points = sorted((int(row[x]), float(row[y[0]])) for row in whole if row["way"] == way and row.get(y[0]))
+            if points:
+                axis.plot(*zip(*points), **_look(way))
         if floor:
             floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
             axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
-    return _finish(figure, axes, x, y[1], title, path)
+        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+        axis.set_title(panel, fontsize=9)
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
+        axis.set_ylabel(y[1], fontsize=8)
+        style_axis(axis)
+        plain_numbers(axis.yaxis)
+    return _saved(figure, title, path)
 
 
 def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
@@ -107,25 +117,21 @@ def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
         return None
     figure, axes = _figure(panels)
     for axis, ((heads, kv_heads, suffix), own) in zip(axes, panels.items()):
-        contexts = sorted({int(row["context"]) for row in own})
-        samples = sorted({int(row["rows"]) for row in own})
+        contexts, samples = (sorted({int(row[name]) for row in own}) for name in ("context", "rows"))
         shares = [[float("nan")] * len(contexts) for _ in samples]
         for row in own:
-            at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
-            shares[at[0]][at[1]] = 1 / float(row["over_floor"])
-            share = shares[at[0]][at[1]]
+            n, context = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
+            shares[n][context] = share = 1 / float(row["over_floor"])
             colour = "black" if share > 0.7 else "white"
-            axis.text(at[1], at[0], f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+            axis.text(context, n, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
         axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         axis.set_yticks(range(len(samples)), [str(n) for n in samples])
         axis.set_xlabel("context, tokens")
         axis.set_ylabel("n, samples")
         axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
-    add_title(
-        figure,
-        f"hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product), {_where(rows)}",
-    )
+    title = "hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product)"
+    add_title(figure, f"{title}, {_where(rows)}")
     return save(figure, path)
 
 
@@ -163,9 +169,7 @@ def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None
         axis.set_xlabel("tokens of a completion", fontsize=8)
         axis.set_ylabel("ms a step", fontsize=8)
         style_axis(axis)
-    add_title(figure, where_measured(measured))
-    add_legend(figure, fontsize=8)
-    return save(figure, path)
+    return _saved(figure, where_measured(measured), path)
 
 
 def _middle(row: Measurement) -> float:
@@ -184,8 +188,6 @@ _GENERATE: dict[str, Picture] = {
     "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
 }
 
-_NAMES = {"context": "context", "rows": "n", "samples": "n"}
-
 
 def _panels(
     rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
@@ -203,18 +205,8 @@ def _panels(
         values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
         last, most = len(values) - 1, min(_COLUMNS, len(values))
         for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
-            panels[f"{name}; {_NAMES[other]} {value:,}"] = by_value[value]
+            panels[f"{name}; {'context' if other == 'context' else 'n'} {value:,}"] = by_value[value]
     return panels
-
-
-def _lines(rows: Sequence[Measurement], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
-    ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
-    lines = []
-    for way in ways:
-        points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
-        if points:
-            lines.append((way, ([at for at, _ in points], [value for _, value in points])))
-    return lines
 
 
 def _look(way: str) -> dict[str, Any]:
@@ -233,19 +225,9 @@ def _figure(panels: Sized) -> tuple[Any, list[Any]]:
     return new_figure(count, columns, (max(5.5, 3.6 * columns), 3.1 * lines + 0.8))
 
 
-def _finish(figure: Any, axes: list[Any], x: str, y: str, title: str, path: Path) -> Path:
-    named = {"context": "context, tokens", "rows": "n, samples", "samples": "n, samples"}
-    for axis in axes:
-        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
-        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        axis.set_xlabel(named[x], fontsize=8)
-        axis.set_ylabel(y, fontsize=8)
-        style_axis(axis)
-        plain_numbers(axis.yaxis)
+def _saved(figure: Any, title: str, path: Path, *, columns: int = 3, size: int = 8) -> Path:
     add_title(figure, title)
-    add_legend(figure, fontsize=8)
+    add_legend(figure, columns=columns, fontsize=size)
     return save(figure, path)
 
 
@@ -327,9 +309,7 @@ def _finish_workload(figure: Any, title: str, path: Path) -> Path:
     for axis in figure.axes:
         style_axis(axis)
         axis.set_axisbelow(True)
-    add_title(figure, title)
-    add_legend(figure, columns=4)
-    return save(figure, path)
+    return _saved(figure, title, path, columns=4, size=9)
 
 
 def _unit(rows: Sequence[Measurement]) -> tuple[str, int]:
@@ -367,6 +347,4 @@ def draw_scaling(found: Sequence[Prediction], heads: Heads, path: Path) -> Path:
         axis.set_xlabel("GPUs", fontsize=9)
         style_axis(axis)
     axes[0].set_ylabel("microseconds a layer", fontsize=9)
-    add_title(figure, f"Predicted: attention of one row's decode step, {heads}, by a cost model")
-    add_legend(figure, columns=2, fontsize=8)
-    return save(figure, path)
+    return _saved(figure, f"Predicted: attention of one row's decode step, {heads}, by a cost model", path, columns=2)

@@ -7,6 +7,9 @@ import typer
 from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
 
+from ..generate.cases import WAYS
+from ..sampling.cases import SAMPLING_WAYS
+from ..slim.cases import SLIM_WAYS
 from . import generate, ops, parallel, tables, workloads
 
 
@@ -42,12 +45,12 @@ def main() -> None:
 
 for command, ways in (
     (ops.ops, ops.OP_WAY_NAMES),
-    (generate.generate, generate.WAYS),
+    (generate.generate, WAYS),
     (generate.completions, {}),
     (generate.first_calls, {}),
     (generate.profile, {}),
-    (ops.sampling, ops.SAMPLING_WAYS),
-    (ops.slim, ops.SLIM_WAYS),
+    (ops.sampling, SAMPLING_WAYS),
+    (ops.slim, SLIM_WAYS),
     (parallel.parallel, {f"{way} ({kind})": what for kind, of in parallel.KINDS.items() for way, what in of.items()}),
     (tables.tables, {}),
 ):

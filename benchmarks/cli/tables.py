@@ -78,11 +78,11 @@ def tables(
 
         if _of_operators(name):
             rows = run_ops(cases[name], ways[name], place, check, _file(out, name))
-            table: Callable[[list[Measurement]], str] = ops_table
+            shown: Callable[[list[Measurement]], str] = ops_table
         else:
             rows = run_generate(cases[name], ways[name], place, check, repeats, _file(out, name))
-            table = partial(generate_table, published=setting.published, unit=setting.unit)
-        report(rows, _file(out, name), table, plot=plot)
+            shown = partial(generate_table, published=setting.published, unit=setting.unit)
+        report(rows, _file(out, name), shown, plot=plot)
 
 
 def _file(out: Path, name: str) -> Path:

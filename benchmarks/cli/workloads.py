@@ -24,7 +24,6 @@ from hf_fastdecode.cli.options import (
     parse_counts,
     pick_device,
 )
-from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
@@ -35,8 +34,6 @@ from .options import measured, repeatable, report_workload
 
 app = command_group()
 
-_TOKENS: Final = 1024
-_QUESTION_SHOTS: Final = 5
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
 
 _NOTE: Final = (
@@ -123,24 +120,15 @@ def hier(
 def longqa(
     model: ModelOptions,
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that all rows share: the text with its facts, then the solved questions.",
-            show_default=f"{_TOKENS}, or all of --document",
-            min=1,
-        ),
-    ] = None,
-    document: Annotated[
-        Path | None,
-        typer.Option(help="A UTF-8 text file whose sentences hide the facts.", show_default="made", dir_okay=False),
-    ] = None,
-    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = _QUESTION_SHOTS,
+        int,
+        typer.Option(help="Tokens that all rows share: the text with its facts, then the solved questions.", min=1),
+    ] = 1024,
+    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = 5,
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
     way: Annotated[list[str] | None, repeatable(WAYS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same facts and the same text.")] = 0,
     mode: Mode = "auto",
     repeats: Repeats = 3,
     out: CsvFile = Path("runs/longqa.csv"),
@@ -165,22 +153,18 @@ def longqa(
     ways = [one for one in WAYS if one in chosen]
     check_enable_options(mode=mode)
     model.check()
-    prose = None if document is None else _text(document)
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
         from ..workloads.document import make_document
         from ..workloads.measure import QuestionsBench, Timing
         from ..workloads.tables import questions_page
 
-        length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
             loaded,
             tokenizer,
-            make_document(
-                lambda text: len(tokenizer(text, verbose=False).input_ids), length, shots=shots, seed=seed, prose=prose
-            ),
+            make_document(lambda text: len(tokenizer(text, verbose=False).input_ids), tokens, shots=shots),
             name=model.model,
-            document_name=f"made from seed {seed}" if document is None else document.name,
+            document_name="made from seed 0",
             timing=Timing(new_tokens, repeats, budget_s, GREEDY),
             mode=mode,
         )
@@ -198,13 +182,3 @@ def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]
     with quiet_libraries():
         loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
         yield loaded, tokenizer, _BUDGET_S.get(loaded.device.type, _BUDGET_S["cuda"])
-
-
-def _text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read --document {path}: {one_line(error)}; name a UTF-8 text file") from error
-    if not text.strip():
-        raise InputError(f"--document {path} is empty; name a text of some sentences, or leave it out")
-    return text

@@ -19,7 +19,7 @@ _GIB: Final = (2**-30, "GiB")
 
 def samples_page(rows: Sequence[Measurement]) -> str:
     """A line for each number of samples of a prompt: seconds until all have finished, a step, and memory."""
-    columns = {
+    columns: dict[str, tuple[str, float, str]] = {
         "all samples finished": ("last_sample_s", 1, "s"),
         "first token": ("prefill_s", 1, "s"),
         "a step": ("ms_per_step_p50", 1, "ms"),

@@ -88,11 +88,6 @@ def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
         assert len(floor) == len(set(floor))
 
 
-def test_pictures_of_generate(tmp_path):
-    pictures = plot(list(generate_rows()), tmp_path / "g")
-    assert [path.name for path in pictures] == ["g-latency-context.png", "g-latency-n.png", "g-throughput.png"]
-
-
 def test_what_the_panels_show(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
@@ -408,23 +403,3 @@ def test_captions_say_what_was_timed_once():
     assert generate.timed([once, once]) == "of one timed call each"
     assert generate.timed([row, once]) == "medians, stock: one timed call"
     assert generate.timed([row, once, row | {"way": "stock"}]) == "medians, some of one timed call"
-
-
-def test_an_interrupted_write_leaves_the_old_rows(tmp_path):
-    path = tmp_path / "rows.csv"
-    write_rows(path, [{"a": 1}])
-    with pytest.raises(KeyboardInterrupt):
-        write_rows(path, Interrupted([{"a": 2}]))
-    assert read_rows(path) == [{"a": "1"}]
-
-
-class Interrupted(list):
-    """Rows during whose writing the user presses Ctrl-C: the second pass over them, after the column names, breaks."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        yield from super().__iter__()
-        if self.passes > 1:
-            raise KeyboardInterrupt

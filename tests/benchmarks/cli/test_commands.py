@@ -41,11 +41,6 @@ def test_help_teaches(words, monkeypatch):
     assert "it goes on where it broke off" in " ".join(result.stdout.split())
 
 
-def test_the_commands_are_listed():
-    result = run("--help")
-    assert all(command in result.stdout for command in ("ops", "generate", "tables", "workloads", "summary"))
-
-
 def test_help_and_lists_need_no_torch():
     lines = "ops --help\nworkloads hier --help\nworkloads longqa --help\ntables --table hydragen-fig1 --list"
     assert "shape=13b-mha  context=2048  samples=1024" in without_torch("benchmarks.cli", lines, 0)[0]
@@ -144,15 +139,6 @@ def test_nothing_measured_is_no_success(tmp_path):
     assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
 
 
-def test_a_link_stays_one(tmp_path):
-    link, file = tmp_path / "link.csv", tmp_path / "there" / "rows.csv"
-    link.symlink_to(file)
-    words = ("--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu", "--no-check")
-    assert run("ops", *words, "--out", link).exit_code == 0
-    assert link.is_symlink() and not file.is_symlink()
-    assert len(read_rows(file)) == 1
-
-
 def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("tiny").touch()
@@ -236,10 +222,3 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
     shown = run(command, "--list").stdout.splitlines()
     assert shown
     assert all(line.startswith("shape=embedded") for line in shown)
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")]
-)
-def test_both_spellings_of_a_dtype(spelling, name):
-    assert f"dtype={name}" in run("generate", "--dtype", spelling, "--list").stdout

@@ -70,17 +70,6 @@ def test_a_run_that_broke_off_goes_on(tmp_path, monkeypatch):
     assert out.with_suffix(".png").is_file()
 
 
-def test_facts_are_hidden_in_a_given_text(tmp_path):
-    text = tmp_path / "book.txt"
-    text.write_text("It was late, and nobody came to the door. " * 30)
-    command = f"{LONGQA.replace('--tokens 300', '')} --questions 2 --way shared --document {text}"
-    done = run(command, "--out", tmp_path / "rows.csv")
-    assert done.exit_code == 0, done.stderr
-    (row,) = read_rows(tmp_path / "rows.csv")
-    assert row["document"] == "book.txt"
-    assert int(row["prefix_tokens"]) > 300
-
-
 def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
     drawn = []
     finish = figures._finish_workload
@@ -133,15 +122,6 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "4 rows of " in done.stderr and "are not right: none: wrong: other greedy tokens than stock" in done.stderr
     assert done.stdout == ""
-
-
-def test_a_file_of_something_else_is_not_written_over(tmp_path):
-    notes = tmp_path / "notes.csv"
-    notes.write_text("a,b\n1,2\n")
-    done = run(HIER, "--out", notes)
-    assert done.exit_code == 2
-    assert "exists and holds no measured rows; name another file" in done.stderr
-    assert notes.read_text() == "a,b\n1,2\n"
 
 
 def test_a_mode_that_cannot_be_is_told(tmp_path):
