@@ -16,7 +16,6 @@ from hf_fastdecode.cli.options import (
     CsvFile,
     Mode,
     Repeats,
-    Sampler,
     check_choice,
     check_enable_options,
     command_group,
@@ -62,7 +61,6 @@ def hier(
     level: Annotated[list[str] | None, repeatable(LEVELS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
     mode: Mode = "auto",
-    sampler: Sampler = "auto",
     repeats: Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
@@ -88,7 +86,7 @@ def hier(
     wanted = parse_points(points)
     chosen = check_choice("level", level or LEVELS, LEVELS)
     levels = [one for one in LEVELS if one in chosen]
-    check_enable_options(mode=mode, sampler=sampler)
+    check_enable_options(mode=mode)
     model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
@@ -106,7 +104,6 @@ def hier(
             shots=shots,
             timing=Timing(new_tokens, repeats, budget_s, SAMPLING),
             mode=mode,
-            sampler=sampler,
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]

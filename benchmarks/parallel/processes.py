@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
+from hf_fastdecode.measurement.calls import Times, collect, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.parallel import shards
 
@@ -89,6 +89,19 @@ class Processes:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def guarded_by_all(
+    columns: Iterable[str], drop: Callable[[], None], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """As `guarded`, on all processes: where any of them fails, all of them `drop` what they hold."""
+    try:
+        found = {"status": "ok"} | measure()
+    except Exception as error:
+        drop()
+        found = {"status": str(error) if isinstance(error, PeerStatusError) else status_of(error)}
+    collect()
+    return dict.fromkeys(columns) | found
 
 
 class OneProcess:

@@ -19,12 +19,11 @@ from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.calls import begin_peak, collect, seeded, step_columns, wall_seconds, what_ran
-from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.measurement.shapes import config_of, random_model
 
 from ..latest import Latest
 from .cases import StepCase
-from .processes import OneProcess, PeerStatusError, Processes
+from .processes import OneProcess, Processes, guarded_by_all
 
 _CHECKED_CONTEXT, _CHECKED_ROWS, _CHECKED_TOKENS = 200, 4, 12
 
@@ -46,21 +45,18 @@ class StepBench:
         values of the context on one process. ``ran``: what our report says ran. A way's tokens are first checked on a
         tiny model: in fp32 they are stock's.
         """
-        result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"status": "ok"}
-        try:
-            if way == "one-gpu":
-                if self.processes.rank:
-                    self.drop()  # this rank's part of a split model, which rank 0 drops too
-                found = self.processes.alone(lambda: self._measured(case, way, OneProcess(self.processes.device)))
-                return result | self.processes.first(found)
-            if self.check and (red := self._red(way)):
-                return result | {"status": red}
-            return result | self._measured(case, way, self.processes)
-        except Exception as error:
-            self.drop()
-            return result | {"status": str(error) if isinstance(error, PeerStatusError) else status_of(error)}
-        finally:
-            collect()
+        return guarded_by_all(_COLUMNS, self.drop, lambda: self._checked_and_measured(case, way))
+
+    def _checked_and_measured(self, case: StepCase, way: str) -> dict[str, Any]:
+        if way == "one-gpu":
+            if self.processes.rank:
+                self.drop()  # this rank's part of a split model, which rank 0 drops too
+            found = self.processes.alone(lambda: self._measured(case, way, OneProcess(self.processes.device)))
+            columns: dict[str, Any] = self.processes.first(found)
+            return columns
+        if self.check and (red := self._red(way)):
+            return {"status": red}
+        return self._measured(case, way, self.processes)
 
     def drop(self) -> None:
         self._model.drop()

@@ -212,7 +212,7 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
         ),
         (
             "workloads longqa --tokens 4090 --device cpu",
-            "are longer than the 4096 positions of this model; lower --tokens or",
+            "is longer than the 4096 positions of this model; lower --tokens or",
         ),
     ],
 )

@@ -82,5 +82,5 @@ def test_ways_that_disagree_are_told(bench, monkeypatch):
 def test_texts_longer_than_the_model_are_refused(reading):
     model, tokenizer, _ = reading
     document = make_document(lambda text: len(tokenizer(text).input_ids), 2040, shots=1)
-    with pytest.raises(InputError, match=r"with 3 new ones are longer than the 2048 positions of this model"):
+    with pytest.raises(InputError, match=r"with 3 new ones is longer than the 2048 positions of this model"):
         QuestionsBench(model, tokenizer, document, name="tiny", document_name="made", timing=QUICK_GREEDY)
