@@ -146,22 +146,13 @@ def noisy(rows: Sequence[Measurement]) -> str:
     found: list[tuple[float, str]] = []
     for row in rows:
         name = "us" if "us_p20" in row else "ms_per_step"
-        if not (row.get(f"{name}_p20") and row.get(f"{name}_p80")):
-            continue
-        low, high = float(row[f"{name}_p20"]), float(row[f"{name}_p80"])
+        low, high = (float(row.get(f"{name}_{share}") or 0) for share in ("p20", "p80"))
         if high > _NOISY * low:  # a step is a difference of two calls, which noise can make less than nothing
-            spread = f"{high / low:.1f} times p20" if low > 0 else f"{high:.2g}, p20 {low:.2g}"
-            found.append((high / low if low > 0 else inf, f"{_named(row, rows)} (p80 {spread})"))
+            names = ("case",) if "case" in row else ("shape", "finish", "context", "samples")
+            case = " ".join(row[one] for one in (*names, "way") if row.get(one))
+            found.append((high / low if low > 0 else inf, f"{case} (p80 {high:.2g}, p20 {low:.2g})"))
     if not found:
         return ""
-    names = [name for _, name in sorted(found, key=lambda entry: -entry[0])]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"noisy: {', '.join(names[:_MOST_NAMED])}{more}; measure again on an idle machine, with another --out"
-
-
-def _named(row: Measurement, rows: Sequence[Measurement]) -> str:
-    """The case and way of a row, with what of the case differs among the rows."""
-    if "case" in row:
-        return f"{row['case']} {row['way']}"
-    differing = [row[name] for name in ("shape", "finish") if len({other.get(name) for other in rows}) > 1]
-    return " ".join(part for part in (*differing, f"{row['context']}x{row['samples']}", row["way"]) if part)
+    worst = ", ".join(name for _, name in sorted(found, reverse=True)[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"noisy: {worst}{more}; measure again on an idle machine, with another --out"

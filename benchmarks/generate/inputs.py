@@ -24,14 +24,11 @@ _MERGED: Final = 2  # patches along each side that become a token
 
 
 class TokenIds:
-    """Random token ids; of a tree, prompts that share what it says. Other inputs override what differs.
+    """Random token ids; of a tree, prompts that share what it says. Other inputs override what differs."""
 
-    Attributes:
-        returns_cache: Whether calls can return their whole cache, those of an enabled model sharing context all the
-            same.
-    """
-
-    returns_cache: ClassVar = True
+    returns_cache: ClassVar = (
+        True  # whether calls can return their whole cache, an enabled model's sharing all the same
+    )
 
     def check(self, case: GenerateCase) -> None:
         """Refuse, by an InputError, a case for which there is no such input."""
@@ -62,10 +59,7 @@ class TokenIds:
         return arguments | {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
-        """Logits that the tokens drawn after a case's one prompt were chosen by, of one pass without a cache.
-
-        For tokens ``[rows, tokens]`` int64 ``[rows, tokens, vocabulary]``.
-        """
+        """``[rows, tokens, vocabulary]``: logits, of one pass, that drawn tokens ``[rows, tokens]`` were chosen by."""
         ids = _followed(self.arguments(model, case)["input_ids"], drawn)
         found: Tensor = model(ids).logits[:, case.context - 1 :]
         return found
@@ -92,15 +86,10 @@ class EncodedText(_WithoutTrees):
 
 @dataclass(frozen=True)
 class Recording(_WithoutTrees):
-    """One recording of 30 seconds for Whisper's own `generate`: random features, English, transcribed.
+    """One recording of 30 seconds for Whisper's own `generate`: random features, English, transcribed."""
 
-    Attributes:
-        positions: Tokens of the encoder's output, to which features are padded always; the case's context.
-        most_tokens: The decoder's positions.
-    """
-
-    positions: int
-    most_tokens: int
+    positions: int  # of the encoder's output, to which features are padded always: the case's context
+    most_tokens: int  # positions of the decoder
     returns_cache: ClassVar = False  # of beams Whisper returns that of the best alone, of enabled models none
 
     def check(self, case: GenerateCase) -> None:
@@ -125,10 +114,9 @@ class Recording(_WithoutTrees):
         return {**self._features(model), "language": "en", "task": "transcribe"}
 
     def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-        """For a beam search ask for the best transcript only: Whisper's `generate` searches again for each one.
+        """Lengths, since numbers of new tokens would be warned of; Whisper adds the beginning to the longest itself.
 
-        Numbers of new tokens would be warned of in each call, beside the lengths that Whisper's `generate` fills in
-        when there are none. It adds the beginning to the longest itself.
+        Of a beam search the best transcript only: Whisper's `generate` searches again for each one.
         """
         lengths = {"max_length": new_tokens, "min_length": _BEGIN + new_tokens}
         return arguments | lengths | ({"num_return_sequences": 1} if "num_beams" in arguments else {})
@@ -154,17 +142,13 @@ class OneImage(_WithoutTrees):
     """An image of random values among random token ids, as Qwen-VL's processors give one: patches, and their grid.
 
     The case's context counts the tokens of both.
-
-    Attributes:
-        side: Patches along each side; four of them are a token of the prompt.
     """
 
-    side: int
+    side: int  # patches along each side; four of them are a token of the prompt
     returns_cache: ClassVar = False  # tokens alone do not say what it is of
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt that stand for the image."""
         return (self.side // _MERGED) ** 2
 
     def check(self, case: GenerateCase) -> None:

@@ -15,25 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputShape:
-    """A model's config, and what its calls are given.
-
-    Attributes:
-        model_type: transformers' name of the architecture.
-        auto_class: transformers' class that makes the model of the config.
-        fields: Fields of the config.
-        given: What a call is given.
-        context: Tokens of an input, for the check of ways and for examples.
-        small: The shape of the same kind that ways are checked with.
-        settings: Fields of the generation config.
-    """
+    """A model's config, and what its calls are given."""
 
     model_type: str
-    auto_class: str
+    auto_class: str  # transformers' class that makes the model of the config
     fields: Mapping[str, Any]
     given: TokenIds
-    context: int
-    small: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    context: int  # tokens of an input, for the check of ways
+    small: str  # the shape of the same kind that ways are checked with
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of the generation config
 
     def model(self, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
         """A model with random weights, in eval mode, that never stops by itself within `min_new_tokens`."""

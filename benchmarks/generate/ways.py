@@ -31,42 +31,23 @@ from .cases import parse_way
 
 @dataclass(frozen=True)
 class GenerateWay:
-    """One way.
+    """One way of calling `generate`."""
 
-    Attributes:
-        enable: Options of `hf_fastdecode.enable`; None for stock.
-        arguments: What `generate` is given in addition.
-        beams: Whether the samples are the beams of a beam search.
-        single: Whether it takes one sample only.
-        attention: Whether steps attend.
-        compiles: Whether it may compile anything: it then starts without what others compiled.
-        hooks: Whether forward hooks leave the way what it is, so that tokens can be counted.
-        half: Whether on CUDA it takes half precision only, as this package's kernels do.
-        slim: Plan of every layer of a slim model; None for an ordinary model.
-        requires: The optional package that it needs.
-    """
-
-    enable: dict[str, Any] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-    beams: bool = False
-    single: bool = False
+    enable: dict[str, Any] | None = None  # options of `hf_fastdecode.enable`; None for stock
+    arguments: dict[str, Any] = field(default_factory=dict)  # of `generate`, in addition
+    beams: bool = False  # the samples are the beams of a beam search
+    single: bool = False  # takes one sample only
     attention: bool = True
-    compiles: bool = False
-    hooks: bool = True
-    half: bool = False
-    slim: str | None = None
-    requires: str | None = None
+    compiles: bool = False  # may compile anything: it then starts without what others compiled
+    hooks: bool = True  # forward hooks leave the way what it is, so that tokens can be counted
+    half: bool = False  # on CUDA takes half precision only, as this package's kernels do
+    slim: str | None = None  # plan of every layer of a slim model; None for an ordinary model
+    requires: str | None = None  # an optional package
 
     @property
     def exact(self) -> bool:
         """Whether its tokens are supposed to be right."""
         return self.attention and "cache_config" not in self.arguments
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of transformers' quantized cache, where this way has one."""
-        backend: str | None = self.arguments.get("cache_config", {}).get("backend")
-        return backend
 
     def call_arguments(self, samples: int) -> dict[str, Any]:
         """Arguments of `generate` for so many samples of one prompt, in a copy, as it may change them."""
@@ -140,7 +121,7 @@ def using(model: PreTrainedModel, way: GenerateWay) -> Iterator[None]:
             version(way.requires)
         except PackageNotFoundError as error:
             raise NotAvailableError(f"{way.requires} is not installed; pip install {way.requires}") from error
-    if way.backend == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
+    if way.arguments.get("cache_config", {}).get("backend") == "fp8" and not hasattr(cache_utils, "Fp8QuantizedLayer"):
         raise NotAvailableError(f"transformers {version('transformers')} has no quantized cache in fp8; 5.23 has")
     # Shapes of an earlier case would make this one's dynamic, and its first call shorter.
     if way.compiles and model.device.type == "cuda":

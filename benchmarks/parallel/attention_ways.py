@@ -188,15 +188,10 @@ def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[]
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """Keys and values of one layer, as `StepTables` takes them.
+    """Keys and values of one layer, as `StepTables` takes them."""
 
-    Attributes:
-        held: ``[2, kv_heads, tokens, head_dim]``: those of the nodes.
-        suffix: ``[rows, kv_heads, SUFFIX + 1, head_dim]`` each; the last token is the new one.
-    """
-
-    held: Tensor
-    suffix: Segment
+    held: Tensor  # [2, kv_heads, tokens, head_dim]: those of the nodes
+    suffix: Segment  # [rows, kv_heads, SUFFIX + 1, head_dim] each; the last token is the new one
 
     @property
     def segments(self) -> dict[int, Segment]:
@@ -209,18 +204,12 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of a case.
-
-    Attributes:
-        forest: The whole context, one node over all rows.
-        layers: What is stored here.
-        queries: ``[layers, rows, heads, 1, head_dim]``.
-    """
+    """The layers of a case."""
 
     case: AttentionCase
-    forest: Forest
-    layers: list[StoredLayer]
-    queries: Tensor
+    forest: Forest  # the whole context, one node over all rows
+    layers: list[StoredLayer]  # what is stored here
+    queries: Tensor  # [layers, rows, heads, 1, head_dim]
 
     @property
     def scoring(self) -> Scoring:

@@ -69,21 +69,16 @@ class Link:
 class Cluster:
     """Nodes of GPUs. `measured_cluster` has one whose nodes are measured.
 
-    Attributes:
-        memory: From which a GPU reads keys and values; its latency is that of the launches of attention.
-        within: Links between GPUs of a node; the latency is what a small collective takes for each further GPU.
-        gather_s: What one all-gather takes besides its messages: launches, and the merge of what it found.
-        reduce_s: The same of each of the three all-reduces.
-        pass_s: The same of keys and values passed on within a node.
-        between: A GPU's link to other nodes; by default 400 Gb/s InfiniBand, as in the paper.
+    `gather_s`, `reduce_s` and `pass_s` are what an all-gather, an all-reduce, and keys and values passed on take
+    besides their messages within a node: launches, and the merge of what was found.
     """
 
-    memory: Link
-    within: Link
+    memory: Link  # its latency is that of the launches of attention
+    within: Link  # its latency is what a small collective takes for each further GPU
     gather_s: float = 0.0
     reduce_s: float = 0.0
     pass_s: float = 0.0
-    between: Link = Link(50e9, 5e-6)
+    between: Link = Link(50e9, 5e-6)  # 400 Gb/s InfiniBand a GPU, as in the paper
     gpus_of_node: int = 8
 
     def all_reduce_s(self, gpus: int, size: float) -> float:
@@ -144,16 +139,11 @@ PAPER_HEADS = Heads(16, 16, 128)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one layer and row.
-
-    Attributes:
-        attend_s: Attention to one GPU's part.
-        one_gather_s: One all-gather of what the GPUs found, on top of that.
-    """
+    """Seconds of one layer and row."""
 
     context: int
     gpus: int
-    attend_s: float
+    attend_s: float  # to one GPU's part
     ring_s: float
     tree_s: float
     one_gather_s: float

@@ -20,19 +20,12 @@ GREEDY: Final = {"do_sample": False}
 
 @dataclass(frozen=True)
 class Level:
-    """A level of sharing: the runs of tokens that are stored once.
-
-    Attributes:
-        words: The same for people.
-        shared: Whether hf_fastdecode generates.
-        rows_apart: Whether neighbouring rows are of different problems, so that they share what all rows do.
-        problems_apart: Whether no problem shares anything with another.
-    """
+    """A level of sharing: the runs of tokens that are stored once."""
 
     words: str
-    shared: bool = True
-    rows_apart: bool = False
-    problems_apart: bool = False
+    shared: bool = True  # hf_fastdecode generates
+    rows_apart: bool = False  # neighbouring rows are of different problems, so that they share what all rows do
+    problems_apart: bool = False  # no problem shares anything with another
 
 
 LEVELS: Final = {
