@@ -135,11 +135,7 @@ def run_generate(
 ) -> list[Measurement]:
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
-        from ..generate.ways import find_way
 
-    with bad_input():
-        for way in ways:  # numbers that options of ways cannot be, which takes torch to know
-            find_way(way)
     return measured(cases, ways, GenerateBench(device, repeats=repeats, check=check), out)
 
 

@@ -22,7 +22,6 @@ import hf_fastdecode as fd
 from hf_fastdecode.attention.active_passes import ATTENTION_NAME
 from hf_fastdecode.attention.interface import shared_context_attention
 from hf_fastdecode.attention.kv import SharedKV
-from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.rows import NotAvailableError
 
@@ -97,17 +96,7 @@ def find_way(name: str) -> GenerateWay:
     """The way of a name such as ``graph`` or ``graph+sampler=fast``; ValueError as of `parse_way`."""
     base, options = parse_way(name)
     way = _WAYS[base]
-    if not options:
-        return way
-    enable = {**(way.enable or {}), **{key: _value(text) for key, text in options.items()}}
-    Options(**enable)
-    return replace(way, enable=enable)
-
-
-def _value(text: str) -> int | str:
-    if text in ("True", "False"):
-        return text == "True"
-    return int(text) if text.isdecimal() else text
+    return replace(way, enable={**(way.enable or {}), **options}) if options else way
 
 
 @contextmanager

@@ -1,22 +1,15 @@
 """Other libraries' attention as ways, planned before the timing.
 
-FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can replay:
+FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can replay: `decode_calls` attends to each
+row's whole context (what rows share is stored once and read once a row, as servers do without cascade attention),
+`cascade_calls` to a level for each depth of nodes and one for the suffixes. Equal pages are stored once, those of a
+sequence one after the other. New tokens are in their positions, as for all baselines. Tokens of a case are numbered:
+those of the nodes, end to end as in their segment, then each row's suffix.
 
-- `decode_calls`: `BatchDecodeWithPagedKVCacheWrapper` over each row's whole context. Rows name the pages of what they
-  share, which are stored once and read once a row, as servers do without cascade attention.
-- `cascade_calls`: `MultiLevelCascadeAttentionWrapper`: a level for each depth of nodes, one for the suffixes.
-
-Sequences are lists of pages, as servers keep them, and equal pages are stored once. The pages of a sequence lie in
-order, one after the other. New tokens are in their places, as for all baselines.
-
-Tokens of a case are numbered: those of the nodes, end to end as in their segment, then each row's suffix.
-
-FastTree (MLSys 2025, github.com/PanZaifeng/FastTree-Artifact) is no package: its folder ``kernel_bench``, with the
-module of its Triton kernels, must be on Python's path. Every row's suffix is a leaf of its tree. Its plan joins short
-nodes with those below them, splits long ones, and sorts what is left into two launches by the number of rows; a third
-launch merges. Parameters are those of its own benchmark. Two of its limits are worked around, so that results are
-right: its plan starts at node 0 only, so several roots get an empty one above them; and it may change the query tiles
-that the kernels must run with, which its benchmark does not pass on.
+FastTree (MLSys 2025, github.com/PanZaifeng/FastTree-Artifact) is no package: its folder ``kernel_bench`` must be on
+Python's path. Every row's suffix is a leaf of its tree; parameters are those of its own benchmark. Two of its limits
+are worked around: its plan starts at node 0 only, so several roots get an empty one above them; and it may change the
+query tiles that the kernels must run with, which its benchmark does not pass on.
 """
 
 from __future__ import annotations
@@ -186,19 +179,12 @@ def _call(run: _Run, query: Tensor, cache: tuple[Tensor, Tensor]) -> Callable[[]
 
 
 class Sequences(NamedTuple):
-    """Page tables of sequences, on the CPU, as int32, in the order of FlashInfer's arguments.
+    """Page tables of sequences, on the CPU, as int32, in the order of FlashInfer's arguments."""
 
-    Attributes:
-        query_start: Where each sequence's queries start, ``[sequences + 1]``; rows are queries, in order.
-        page_start: Where each sequence's pages start in `pages`, ``[sequences + 1]``.
-        pages: Numbers of the pages, sequence after sequence.
-        last_length: Tokens in each sequence's last page, ``[sequences]``; the others are full.
-    """
-
-    query_start: Tensor
-    page_start: Tensor
-    pages: Tensor
-    last_length: Tensor
+    query_start: Tensor  # [sequences + 1]: where each sequence's queries start; rows are queries, in order
+    page_start: Tensor  # [sequences + 1]: where each sequence's pages start in `pages`
+    pages: Tensor  # numbers of the pages, sequence after sequence
+    last_length: Tensor  # [sequences]: tokens in each sequence's last page; the others are full
 
 
 class PagePool:

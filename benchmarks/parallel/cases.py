@@ -45,17 +45,12 @@ SUFFIX = 64
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """Attention of one decode step of a layer stack over one context that all rows share.
+    """Attention of one decode step of a layer stack over one context that all rows share."""
 
-    Attributes:
-        shape: Name of the shape whose layers and heads these are.
-        ranks: Processes that the context is divided between.
-    """
-
-    shape: str
+    shape: str  # whose layers and heads these are
     context: int
     rows: int
-    ranks: int
+    ranks: int  # processes that the context is divided between
     layers: int
     heads: int
     kv_heads: int
@@ -83,19 +78,14 @@ class AttentionCase(Case):
 
 @dataclass(frozen=True)
 class StepCase(Case):
-    """Decode steps of a model over one context that all rows share.
-
-    Attributes:
-        new_tokens: Tokens drawn for each row in a timed call.
-        fill: One of `FILLS`.
-    """
+    """Decode steps of a model over one context that all rows share."""
 
     shape: str
     context: int
     rows: int
     ranks: int
-    new_tokens: int
-    fill: str
+    new_tokens: int  # drawn for each row in a timed call
+    fill: str  # one of `FILLS`
     dtype: str = "bfloat16"
 
     def columns(self) -> dict[str, Any]:

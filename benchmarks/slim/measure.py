@@ -32,18 +32,12 @@ _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
 
 class SlimInputs(NamedTuple):
-    """One set of inputs.
+    """One set of inputs."""
 
-    Attributes:
-        query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
-        keys, coordinates: ``[rows, context, e]`` and ``[rows, context, r]``.
-        scales: Scales of 8 bits, views of the tensors that hold the numbers.
-    """
-
-    query: Tensor
-    keys: Tensor
-    coordinates: Tensor
-    scales: Scales | None = None
+    query: Tensor  # [rows, heads, 1, head_dim] fp32, rotated
+    keys: Tensor  # [rows, context, e]
+    coordinates: Tensor  # [rows, context, r]
+    scales: Scales | None = None  # of 8 bits, views of the tensors that hold the elements
 
     def tokens(self, start: int) -> tuple[Tensor, Tensor]:
         """Keys and V-coordinates of the last row in fp64, up to `_CHUNK` tokens of them."""
