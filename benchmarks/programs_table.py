@@ -13,8 +13,11 @@ from .page_tables import cell
 
 _HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
-_VLLM_WAYS: Final = {"stock": "transformers", "vllm": "vLLM", "vllm-cascade": "with cascade"} | {
-    "shared": "`enable(model)`"
+_VLLM_WAYS: Final = {
+    "stock": "transformers",
+    "vllm": "vLLM",
+    "vllm-cascade": "with cascade",
+    "shared": "`enable(model)`",
 }
 
 _ROLLOUT_WAYS: Final = {

@@ -68,15 +68,6 @@ def test_table_of_trees():
     assert first.endswith("| 20.0 (10.0) | 2.50x | 20.0 (10.0) | 20.0 (10.0) | 2.50x |")
 
 
-def test_pictures_of_operators(tmp_path):
-    of_some_heads = [row for row in op_rows() if row["kv_heads"] == "8"]
-    pictures = plot(of_some_heads, tmp_path / "new" / "ops")
-    assert [path.name for path in pictures] == ["ops-latency-context.png", "ops-latency-n.png", "ops-floor.png"]
-    for path in pictures:
-        assert path.read_bytes()[:4] == b"\x89PNG"
-        assert path.stat().st_size > 30_000
-
-
 def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
@@ -297,14 +288,6 @@ def test_caches_that_did_not_fit_are_counted_where_layers_store_keys_and_values_
     alone = shared | {"samples": "8"}
     lines = summary.table([stock, shared, alone]).splitlines()
     assert lines[3] == f"| {shape} | 100 | 8 | 0.50 s | 2.0 ms | 0.60 s |  | 1.00 GiB |"
-
-
-def test_many_rows_that_run_to_the_end():
-    row = {"shape": "x", "context": "100", "samples": "4", "new_tokens": "10", "dtype": "float32", "device": "d"}
-    row |= {"torch": "1", "transformers": "2", "way": "graph", "status": "ok", "finish": "", "total_s": "1.5"}
-    row |= {"tokens_per_s": "2000", "ran": "graph, 2 rows at once"}
-    (line,) = generate.many_rows_table([row]).splitlines()[2:3]
-    assert line == "| x | 100 | 4 | 10 of 10 | graph | 1.50 s | 2,000 | graph, 2 rows at once |"
 
 
 def test_what_stock_would_hold_of_a_tree():

@@ -139,14 +139,6 @@ def test_nothing_measured_is_no_success(tmp_path):
     assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
 
 
-def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny").touch()
-    words = ("--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "shared", "--device", "cpu")
-    words += ("--dtype", "float32", "--repeats", 1)
-    assert run("generate", *words, "--no-check", "--out", "rows.csv").exit_code == 0
-
-
 def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
     random_model("tiny", "cpu", torch.float32).config.save_pretrained(tmp_path / "bare")
     words = ("--point", "100x4", "--new-tokens", 4, "--dtype", "float32", "--device", "cpu", "--no-check")

@@ -158,14 +158,6 @@ def test_the_command(tmp_path, monkeypatch):
     assert len(text.splitlines()) == 2 + 4 + 2
 
 
-def test_a_wrong_sampler_ends_the_command(tmp_path, monkeypatch):
-    spoiled(monkeypatch, SPOILS["least"][0])
-    result = run("--only", "n1-v300-greedy", "--device", "cpu", "--out", tmp_path / "s.csv")
-    assert result.exit_code == 1
-    assert "are not right: fast: wrong: 8 of 8 tokens are not the most likely" in result.stderr
-    assert result.stdout == ""
-
-
 def test_a_table_names_what_did_not_run(tmp_path):
     row = CASE.columns() | {"device": "d", "torch": "1", "transformers": "2", "floor_us": 1.5, "copy_tb_per_s": 4}
     fast = row | {"way": "fast", "status": "not run: x"}
@@ -173,10 +165,3 @@ def test_a_table_names_what_did_not_run(tmp_path):
     write_rows(tmp_path / "rows.csv", [fast, hf])
     text = summary.table(read_rows(tmp_path / "rows.csv"))
     assert "| 2 | 200 | top_k50, top_p0.95 | 1.5 | not run | 300.0 |  |  |" in text
-
-
-def test_help_and_list():
-    assert "python -m benchmarks sampling --only" in run("--help").stdout
-    listed = run("--set", "grid", "--only", "greedy", "--list").stdout.splitlines()
-    assert len(listed) == 9
-    assert listed[0] == "case=n1-v32000-greedy  rows=1  vocabulary=32000  settings=greedy  dtype=bfloat16"

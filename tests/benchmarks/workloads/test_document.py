@@ -8,7 +8,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.workloads.cases import check_point, parse_points, problem_prompts
+from benchmarks.workloads.cases import parse_points, problem_prompts
 from benchmarks.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt
 from hf_fastdecode.errors import InputError
@@ -159,11 +159,6 @@ def test_tasks_of_another_form_are_refused(tmp_path):
         InputError, match="task HumanEval/0 begins with a signature; the prompt format austin is for MBPP's"
     ):
         problem_prompts(load_tasks("humaneval", data=path), 3)
-
-
-def test_points_and_counts():
-    assert parse_points("8x4, 2x16,8x4") == [(8, 4), (2, 16)]
-    check_point(2, 2, 2)
 
 
 @pytest.mark.parametrize("text", ["", "8", "8x", "x8", "0x2", "2x-1", "2x2,", "²x2", "2x2x2"])
