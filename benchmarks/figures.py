@@ -192,10 +192,7 @@ _GENERATE: dict[str, Picture] = {
 def _panels(
     rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
 ) -> dict[str, list[Measurement]]:
-    """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
-
-    Panels come in the order of lines, so that a line of the figure is one model or head layout.
-    """
+    """Measured rows by panel: up to four values of `other` for each `line`, where x takes two values at least."""
     found: dict[str, dict[int, list[Measurement]]] = {}
     for row in rows:
         if row["status"] == "ok":

@@ -40,10 +40,7 @@ def programs_table(rows: Sequence[Measurement]) -> str:
 
 
 def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
-    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case; small factors are "none".
-
-    `same` is what an enabled measurement whose status is ok has in common with stock's.
-    """
+    """Seconds in `generate` and tokens prefilled, stock → enabled; rows with status ok have the `same` results."""
     lines = []
     for ways in by(rows, "program", "model", "setting"):
         stock, enabled = ways["stock"], ways["enabled"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -73,14 +74,10 @@ def parallel(
     ] = False,
     nvlink: Annotated[
         str | None,
-        typer.Option(
-            help="For --simulate: GB/s each way and microseconds of a link within a node.",
-            show_default="fitted to measurements of 2 to 8 H200",
-        ),
+        typer.Option(help="For --simulate: GB/s each way and microseconds within a node.", show_default="fitted"),
     ] = None,
     infiniband: Annotated[
-        str,
-        typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here."),
+        str, typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here.")
     ] = "50,5",
     show: ListCases = False,
     out: Annotated[Path, typer.Option(help="Folder for a CSV file a kind.")] = Path("runs/parallel"),
@@ -112,7 +109,8 @@ def parallel(
     ways = check_choice("way", way or _WAYS, _WAYS)
     kinds = [name for name in kinds if any(one in KINDS[name] for one in ways)]
     if not kinds:
-        raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {_ways_of()}")
+        known = "; ".join(f"{one} has {', '.join(of)}" for one, of in KINDS.items())
+        raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {known}")
     check_choice("fill", [fill], FILLS)
     check_choice("shape", shape or [], SHAPES)
     dtype = parse_dtype(dtype, auto=False)
@@ -125,13 +123,15 @@ def parallel(
     if simulate:
         return _simulate(shape, point, nvlink, infiniband, dtype, out)
     with exit_on_interrupt():
-        from ..parallel.processes import device_of_process, is_first, launched
-    ranks = launched()
+        from ..parallel.processes import device_of_process
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 and not show:
         raise InputError(
             f"parallel measures 2 or more processes, got 1; start it by `{_START}`, or predict with --simulate"
         )
-    on_cpu = device == "cpu" or (device == "auto" and not _has_gpus())
+    import torch
+
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     points = [parse_point(text) for text in point or (_POINTS_ON_CPU if on_cpu else _POINTS)]
     shapes = shape or ["tiny" if on_cpu else "8b-gqa"]
     count = max(2, ranks)
@@ -146,7 +146,7 @@ def parallel(
         cases = {name: of_kinds[name]() for name in kinds}
     if show:
         return show_cases(one for name in kinds for one in cases[name])
-    for name in kinds if is_first() else ():
+    for name in kinds if os.environ.get("RANK", "0") == "0" else ():
         check_out(_file(out, name))
     with exit_on_interrupt():
         from ..parallel.bench import ParallelBench
@@ -198,15 +198,5 @@ def _simulate(
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
 
 
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _file(out: Path, kind: str) -> Path:
     return out / f"{kind}.csv"
-
-
-def _ways_of() -> str:
-    return "; ".join(f"{kind} has {', '.join(ways)}" for kind, ways in KINDS.items())

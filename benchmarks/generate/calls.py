@@ -116,14 +116,7 @@ _TEXT = GenerateCase("tiny", 200, _ROWS, _TOKENS)
 
 
 def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: GenerateCase = _TEXT) -> str | None:
-    """Check one of our ways on a tiny random model; returns None when it is right, else a measurement's status.
-
-    Args:
-        way: The way.
-        device: Where it runs.
-        dtype: The dtype in which it is measured.
-        case: Of a tiny shape, see `small_case`.
-    """
+    """Check one of our ways on a tiny random model (see `small_case`); None when it is right, else a status."""
     # Who draws is not checked here: the fast sampler keeps no logits, and has tests of its own. So have rows that
     # wait, of which no logits are returned.
     kept = {name: value for name, value in (way.enable or {}).items() if name not in ("sampler", "max_rows")}

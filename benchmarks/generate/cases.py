@@ -1,7 +1,4 @@
-"""Whole calls of `generate` and growing completions as data: the cases, and the names of the ways.
-
-Nothing here needs torch, so that the command line can list them at once.
-"""
+"""Whole calls of `generate` and growing completions as data, without torch: the cases, and the names of the ways."""
 
 from __future__ import annotations
 

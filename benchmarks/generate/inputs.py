@@ -1,7 +1,4 @@
-"""Inputs of a call of `generate` by shape: token ids, or for models with an encoder or images more.
-
-The bench knows nothing else of an encoder or of images: ways, their check and times are the same for all.
-"""
+"""Inputs of a call of `generate` by shape: token ids, or for models with an encoder or images more."""
 
 from __future__ import annotations
 
@@ -38,10 +35,7 @@ class TokenIds:
         return case.context
 
     def arguments(self, model: PreTrainedModel, case: GenerateCase) -> dict[str, Any]:
-        """Arguments of `generate`, tensors with one row per prompt.
-
-        Ids ``[prompts, context]``, no two of which go on alike after what all share, and a mask of ones.
-        """
+        """Arguments of `generate`: ids ``[prompts, context]``, distinct after what all share, and a mask of ones."""
         import torch
 
         generator, vocabulary = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
@@ -139,10 +133,7 @@ class Recording(_WithoutTrees):
 
 @dataclass(frozen=True)
 class OneImage(_WithoutTrees):
-    """An image of random values among random token ids, as Qwen-VL's processors give one: patches, and their grid.
-
-    The case's context counts the tokens of both.
-    """
+    """An image of random values among random token ids, as Qwen-VL's processors give it; the context counts both."""
 
     side: int  # patches along each side; four of them are a token of the prompt
     returns_cache: ClassVar = False  # tokens alone do not say what it is of

@@ -1,8 +1,4 @@
-"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses.
-
-A call of one new token and a whole call are timed, then each runs once more under PyTorch's profiler. What the whole
-call has more, divided by its steps, is a step.
-"""
+"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses."""
 
 from __future__ import annotations
 

@@ -160,10 +160,7 @@ _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "laun
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
-    """One line for each case, stock → ours, and where it was measured, vLLM.
-
-    Ours alone, where stock was not measured.
-    """
+    """One line for each case, stock → ours, or ours alone, and where it was measured, vLLM."""
     vllm = any(row["way"] == "vllm" for row in rows)
     lines = []
     for ways in cases_of(rows):

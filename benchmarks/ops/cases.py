@@ -1,7 +1,4 @@
-"""Operator cases as data: one decode step of one attention layer, and the named sets of them.
-
-Nothing here needs torch, so that the command line can list the sets at once.
-"""
+"""Operator cases as data, without torch: one decode step of one attention layer, and the named sets of them."""
 
 from __future__ import annotations
 

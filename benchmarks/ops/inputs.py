@@ -23,10 +23,7 @@ from .cases import NodeSpec, OpCase
 
 @dataclass(frozen=True)
 class NodeBatch:
-    """Neighbouring nodes of one depth with equal lengths and numbers of rows, as one batch; `row_stop` is excluded.
-
-    Keys and values are ``[nodes, kv_heads, length, head_dim]``.
-    """
+    """Neighbouring alike nodes of one depth as a batch: keys and values ``[nodes, kv_heads, length, head_dim]``."""
 
     row_start: int
     row_stop: int

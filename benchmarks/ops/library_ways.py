@@ -317,10 +317,7 @@ def _planned(fasttree: Any, case: OpCase) -> tuple[Any, ...]:
 
 
 def tree_of(case: OpCase) -> list[TreeNode]:
-    """The nodes by depth and the suffixes as leaves, parents first, in the order of the tokens of `tokens_of`.
-
-    Several roots are below an empty one.
-    """
+    """Nodes by depth and suffixes as leaves, parents first, in the order of `tokens_of`; roots get one above."""
     placed = [
         [(node.length, range(node.row_start, node.row_start + node.row_count)) for node in level]
         for _, level in groupby(case.nodes, lambda node: node.depth)

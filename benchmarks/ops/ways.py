@@ -95,10 +95,7 @@ def _kernels_are_chosen(inputs: OpInputs) -> bool:
 
 
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
-    """This package's kernels, which write the new token's keys and values too. The one place that knows their API.
-
-    With `own_nodes`, long suffixes are attended to as nodes, as the package does.
-    """
+    """This package's kernels, which write new tokens too; with `own_nodes`, long suffixes are attended to as nodes."""
     first, case, device = sets[0], sets[0].case, sets[0].query.device
     dominate = own_nodes_dominate(first.forest, case.suffix - 1)
     scoring = Scoring(first.scale)

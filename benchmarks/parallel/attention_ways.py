@@ -248,17 +248,16 @@ def _whole(case: AttentionCase, device: torch.device, layer: int) -> Tensor:
 
 
 def _part(case: AttentionCase, device: torch.device, layer: int, rank: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(1 + layer * case.ranks + rank)
-    shape = 2, case.kv_heads, case.tokens_here, case.head_dim
-    return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+    seed, shape = 1 + layer * case.ranks + rank, (2, case.kv_heads, case.tokens_here, case.head_dim)
+    return _normal(case, torch.Generator(device).manual_seed(seed), *shape)
 
 
 def _own(case: AttentionCase, device: torch.device, layer: int) -> tuple[Tensor, Segment]:
     generator = torch.Generator(device).manual_seed(1_000_003 + layer)
+    query = _normal(case, generator, case.rows, case.heads, 1, case.head_dim)
+    shape = case.rows, case.kv_heads, SUFFIX + 1, case.head_dim
+    return query, Segment(*(_normal(case, generator, *shape) for _ in range(2)))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
 
-    query = normal(case.rows, case.heads, 1, case.head_dim)
-    keys, values = (normal(case.rows, case.kv_heads, SUFFIX + 1, case.head_dim) for _ in range(2))
-    return query, Segment(keys, values)
+def _normal(case: AttentionCase, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=getattr(torch, case.dtype))

@@ -1,7 +1,4 @@
-"""Measures cases on the processes that torchrun started: steps, attention and collectives; rank 0 has the rows.
-
-Attention of a layer stack is checked against the oracle in each way, then timed on all processes at once.
-"""
+"""Measures cases on the processes that torchrun started: steps, attention and collectives; rank 0 has the rows."""
 
 from __future__ import annotations
 

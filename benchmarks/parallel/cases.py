@@ -1,7 +1,4 @@
-"""Cases of decoding over several processes as data: attention of a layer stack, decode steps, collectives.
-
-Nothing here needs torch, so that the command line can list the cases at once.
-"""
+"""Cases over several processes as data, without torch: attention of a layer stack, decode steps, collectives."""
 
 from __future__ import annotations
 

@@ -35,11 +35,7 @@ class PeerStatusError(Exception):
 
 
 class Processes:
-    """The processes that torchrun started, each with a device.
-
-    Attributes:
-        group: Those of the default process group, whose collectives are measured.
-    """
+    """The processes that torchrun started, each with a device; `group` is theirs, whose collectives are measured."""
 
     def __init__(self, device: torch.device):
         if not dist.is_initialized():
@@ -122,18 +118,10 @@ class OneProcess:
         return work()
 
 
-def launched() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def device_of_process(name: str) -> torch.device:
     """The device of this process: a GPU of its own, or the CPU; `name` is ``auto``, ``cpu`` or ``cuda``."""
     place, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(launched())))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if name == "cpu" or (name == "auto" and not found):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
         return torch.device("cpu")

@@ -198,10 +198,7 @@ _POSITIONS = 1 << 21  # longer than any context that is measured
 def make_model(
     shape: str, device: torch.device, dtype: torch.dtype, *, split: int | None, whole_heads: bool = False
 ) -> PreTrainedModel:
-    """A model with random weights, the same on every process; or split between `split` of them as by tp_plan="auto".
-
-    With `whole_heads`, each of them has all attention heads. Communicates where it is split.
-    """
+    """A model with random weights, whole on every process, or split; with `whole_heads` all but attention heads."""
     if split is None:
         return random_model(shape, device, dtype, positions=_POSITIONS)
     from transformers.distributed import DistributedConfig

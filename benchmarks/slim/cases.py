@@ -1,7 +1,4 @@
-"""Slim attention cases as data, one decode step of one layer over a slim cache, with its ways and their table.
-
-Nothing here needs torch, so that the command line can list the cases at once.
-"""
+"""Slim attention cases as data, without torch: a decode step of one layer over a slim cache, ways and their table."""
 
 from __future__ import annotations
 
@@ -52,10 +49,7 @@ class SlimCase(Case):
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
-        """Least bytes that must move: the cache once, with scales of 2 bytes for an `itemsize` of 1, and the averages.
-
-        Without RoPE's tables: the kernel for clusters reads those of each tile's first token only.
-        """
+        """Least bytes that must move: the cache once, scales of 2 bytes where `itemsize` is 1, and the averages."""
         tokens = self.rows * self.context
         if not way.startswith("slim"):
             return 2 * (tokens + self.rows) * self.columns_of_keys * itemsize

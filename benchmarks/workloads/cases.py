@@ -42,10 +42,7 @@ WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
 
 @dataclass(frozen=True)
 class HierCase(Case):
-    """A call: `samples` of each of the first `problems`.
-
-    `shared_tokens` begin all prompts, `prompt_tokens` are those of the longest, `new_tokens` those of each sample.
-    """
+    """`samples` of each of the first `problems`, whose prompts begin with `shared_tokens`."""
 
     model: str
     dtype: str
@@ -60,10 +57,7 @@ class HierCase(Case):
 
 @dataclass(frozen=True)
 class QuestionsCase(Case):
-    """A call with a row for each question about one of `facts`, which come again with more questions.
-
-    All rows begin with `prefix_tokens`, the text and the solved questions; `new_tokens` are those of each answer.
-    """
+    """A call with a row for each question about one of `facts`; all rows begin with `prefix_tokens`."""
 
     model: str
     dtype: str

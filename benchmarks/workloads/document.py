@@ -1,7 +1,4 @@
-"""A long text of a given number of tokens, facts that no model can know hidden in it, and questions about them.
-
-As in Hydragen, section 4.3 and appendix D.3.
-"""
+"""A long text with facts that no model can know, and questions about them (Hydragen, section 4.3, appendix D.3)."""
 
 from __future__ import annotations
 
@@ -120,10 +117,7 @@ def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
 
 
 def make_facts(count: int, seed: int) -> list[Fact]:
-    """So many facts, each about a name of its own: colours of dogs, codes of lockers, villages.
-
-    The same seed makes the same facts, and fewer are the first of more.
-    """
+    """So many facts, each about a name of its own; of the same seed, fewer are the first of more."""
     random = Random(seed)
     names: dict[str, None] = {}
     facts: list[Fact] = []

@@ -1,8 +1,4 @@
-"""Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory.
-
-`HierBench` has samples of many problems after one few-shot prompt, shared at no, one or two levels (Hydragen, section
-4.4), `QuestionsBench` many questions about one long text (section 4.3).
-"""
+"""Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory."""
 
 from __future__ import annotations
 
@@ -20,20 +16,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.calls import (
-    begin_peak,
-    collect,
-    continuation,
-    count_before_end,
-    end_tokens_of,
-    guarded,
-    peak_over,
-    percentiles,
-    prefill_and_decode,
-    seeded,
-    step_columns,
-    what_ran,
-)
+from hf_fastdecode.measurement import calls
 from hf_fastdecode.model_names import max_positions
 
 from ..latest import Latest
@@ -87,7 +70,7 @@ def measure_calls(
     with _without_ends(model), enabled(model, **enable) if enable is not None else nullcontext():
         found = _timed(model, batch, timing)
         if enable is not None:
-            ran, call = what_ran(model, must_share=must_share), explain(model).last_call
+            ran, call = calls.what_ran(model, must_share=must_share), explain(model).last_call
             if call is not None and call.path == "shared":
                 found |= {
                     "prefilled_tokens": call.prefilled_tokens,
@@ -113,24 +96,26 @@ def _timed(model: PreTrainedModel, batch: dict[str, Tensor], timing: Timing) -> 
     def call(new_tokens: int, **arguments: Any) -> Any:
         return model.generate(**batch, max_new_tokens=new_tokens, **timing.sampling, **arguments)
 
-    with seeded(device):
+    with calls.seeded(device):
         first = call(most, return_dict_in_generate=True)
         tokens, cache = first.sequences[:, width:].cpu(), first[CACHE]
         held = None if cache is None else cache_bytes(cache)  # rows that were cut into waves leave none
         del first, cache
-        collect()
-        before = begin_peak(device)
+        calls.collect()
+        before = calls.begin_peak(device)
         call(1)  # captures what it needs by itself
-        prefills, decodes, _ = prefill_and_decode(model, call, most, repeats=timing.repeats, budget_s=timing.budget_s)
-    prefill, decode = percentiles(prefills).p50, percentiles(decodes).p50
+        prefills, decodes, _ = calls.prefill_and_decode(
+            model, call, most, repeats=timing.repeats, budget_s=timing.budget_s
+        )
+    prefill, decode = calls.percentiles(prefills).p50, calls.percentiles(decodes).p50
     return {
         "prefill_s": prefill,
         "decode_s": decode,
         "total_s": prefill + decode,
-        **step_columns(decodes, most - 1, rows * (most - 1)),
+        **calls.step_columns(decodes, most - 1, rows * (most - 1)),
         "prefilled_tokens": rows * width,
         "kv_bytes": held,
-        "peak_bytes": peak_over(device, before),
+        "peak_bytes": calls.peak_over(device, before),
         "tokens": tokens,
     }
 
@@ -168,12 +153,7 @@ class _Workload:
 
 
 class HierBench(_Workload):
-    """Measures calls in which two levels may be shared.
-
-    `prompts` are the tokens of each problem's prompt, neighbours of which begin alike; `name`, `task` and `shots` are
-    columns; `mode` is an option of `enable`. In float32, with `check`, a level is measured only if its
-    greedy tokens are stock's.
-    """
+    """Measures calls in which two levels may be shared; with `check`, in float32, only levels with stock's tokens."""
 
     def __init__(
         self,
@@ -206,7 +186,7 @@ class HierBench(_Workload):
 
     def measure(self, case: HierCase, level_name: str) -> dict[str, Any]:
         """The columns of a level, see `measure_calls`."""
-        found = guarded((), lambda: self._measured(case, LEVELS[level_name]))
+        found = calls.guarded((), lambda: self._measured(case, LEVELS[level_name]))
         found.pop("tokens", None)
         return found
 
@@ -253,10 +233,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class QuestionsBench(_Workload):
-    """Measures calls that ask many questions about one text; answers are drawn greedily.
-
-    `name` and `document_name` are columns; `mode` is an option of `enable`.
-    """
+    """Measures calls that ask many questions about one text; answers are drawn greedily."""
 
     def __init__(
         self,
@@ -285,7 +262,7 @@ class QuestionsBench(_Workload):
 
     def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:
         """The columns of a way, see `measure_calls`; and ``correct``: answers that are right."""
-        found = guarded((), lambda: self._measured(case, way))
+        found = calls.guarded((), lambda: self._measured(case, way))
         tokens: Tensor | None = found.pop("tokens", None)
         return found if tokens is None else found | {"correct": self._correct(tokens)}
 
@@ -299,10 +276,10 @@ class QuestionsBench(_Workload):
         return found if right else {"status": "wrong: shared and stock give other tokens"}
 
     def _correct(self, tokens: Tensor) -> int:
-        ends, right = end_tokens_of(self.model), 0
+        ends, right = calls.end_tokens_of(self.model), 0
         for row, drawn in enumerate(tokens.tolist()):
             at = row % len(self.prompts)
-            answer = drawn[: count_before_end(drawn, ends)]
-            text = continuation(self.tokenizer, list(self.prompts[at]), answer)
+            answer = drawn[: calls.count_before_end(drawn, ends)]
+            text = calls.continuation(self.tokenizer, list(self.prompts[at]), answer)
             right += is_right(text, self.document.facts[at])
         return right

@@ -290,16 +290,16 @@ def test_caches_that_did_not_fit_are_counted_where_layers_store_keys_and_values_
     assert lines[3] == f"| {shape} | 100 | 8 | 0.50 s | 2.0 ms | 0.60 s |  | 1.00 GiB |"
 
 
-def test_what_stock_would_hold_of_a_tree():
-    stock = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "out of memory"}
-    shared = {"floor_kv_bytes": 7 * (60 + 2 * 40 + 6 * 10)}
-    assert generate.stock_kv_bytes(stock, shared) == 7 * 6 * 109
-
-
-def test_what_stock_would_hold_where_rows_end_early():
-    stock = {"shape": "x", "context": 100, "samples": 4, "new_tokens": 10, "finish": "4-10", "status": "out of memory"}
-    shared = {"floor_kv_bytes": 7 * (100 + 4 + 6 + 8 + 10)}
-    assert generate.stock_kv_bytes(stock, shared) == 7 * 4 * 109
+@pytest.mark.parametrize(
+    ("case", "stored"),
+    [
+        ({"shape": "x tree 60+2x40x3", "samples": 6}, 60 + 2 * 40 + 6 * 10),
+        ({"shape": "x", "samples": 4, "finish": "4-10"}, 100 + 4 + 6 + 8 + 10),
+    ],
+)
+def test_what_stock_would_hold(case, stored):
+    stock = case | {"context": 100, "new_tokens": 10, "status": "out of memory"}
+    assert generate.stock_kv_bytes(stock, {"floor_kv_bytes": 7 * stored}) == 7 * case["samples"] * 109
 
 
 def test_trees_beside_stock():

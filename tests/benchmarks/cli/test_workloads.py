@@ -45,27 +45,16 @@ def test_levels_are_measured_drawn_and_kept(tmp_path, monkeypatch):
     assert again.stdout == first.stdout
 
 
-def test_a_run_that_broke_off_goes_on(tmp_path, monkeypatch):
-    out, measure, asked = tmp_path / "longqa.csv", longqa.QuestionsBench.measure, []
-
-    def interrupted(bench, case, way):
-        asked.append((case.questions, way))
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return measure(bench, case, way)
-
-    monkeypatch.setattr(longqa.QuestionsBench, "measure", interrupted)
-    broken = run(LONGQA, "--out", out)
-    assert broken.exit_code == 130
-    assert f"interrupted: 2 of 4 rows are in {out}; run the same command again to go on" in broken.stderr
-    rest = run(LONGQA, "--out", out)
-    assert rest.exit_code == 0, rest.stderr
-    assert asked == [(1, "shared"), (1, "stock"), (3, "shared"), (3, "shared"), (3, "stock")]
+def test_questions_are_measured_and_answers_counted(tmp_path):
+    out = tmp_path / "longqa.csv"
+    done = run(LONGQA, "--out", out)
+    assert done.exit_code == 0, done.stderr
     rows = read_rows(out)
     assert [(int(row["questions"]), row["way"], row["status"]) for row in rows] == [
         (questions, way, "ok") for questions in (1, 3) for way in ("shared", "stock")
     ]
     assert all(0 <= int(row["correct"]) <= int(row["questions"]) for row in rows)
+    assert f"3 questions, stock: {rows[3]['correct']} right" in done.stdout
     assert all(240 < int(row["prefix_tokens"]) <= 300 for row in rows)
     assert out.with_suffix(".png").is_file()
 
