@@ -251,7 +251,7 @@ def draw_levels(rows: Sequence[Measurement], path: Path) -> Path:
     unit, bytes_of_it = _unit(rows)
     width = 0.8 / len(levels)
     for row in rows:
-        colour, label = _LEVEL_COLOURS[row["way"]], LEVELS[row["way"]].words
+        colour, label = _LEVEL_COLOURS[row["way"]], f"shared: {LEVELS[row['way']].words}"
         place = points.index((int(row["problems"]), int(row["samples"])))
         x = place + (levels.index(row["way"]) - (len(levels) - 1) / 2) * width
         if row["status"] != "ok":

@@ -61,9 +61,7 @@ def _captured(calls: Sequence[Callable[[], Output]], rounds: int) -> tuple[torch
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
-            output = calls[0]()
-            for call in calls[1:]:
-                call()
+            output = _once(calls)
     return graph, output
 
 
@@ -80,14 +78,19 @@ def replays(call: Callable[[], object], count: int) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
+def _once(calls: Sequence[Callable[[], Output]]) -> Output:
+    output = calls[0]()
+    for call in calls[1:]:
+        call()
+    return output
+
+
 def _time_on_cpu(calls: Sequence[Callable[[], Output]], budget_s: float) -> tuple[Times, Output]:
     output = calls[0]()
     samples: list[float] = []
     while len(samples) < 3 or (len(samples) < 20 and sum(samples) * len(calls) < budget_s):
         start = time.perf_counter()
-        output = calls[0]()
-        for call in calls[1:]:
-            call()
+        output = _once(calls)
         samples.append((time.perf_counter() - start) / len(calls))
     return percentiles(samples), output
 

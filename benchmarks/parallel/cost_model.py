@@ -17,7 +17,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -161,10 +161,9 @@ def predict(cluster: Cluster, heads: Heads, context: int, gpus: int) -> Predicti
 
 
 def predictions(
-    cluster: Cluster, heads: Heads, contexts: Iterable[int], gpus: Iterable[int] = GPUS
+    cluster: Cluster, heads: Heads, contexts: Iterable[int], gpus: Sequence[int] = GPUS
 ) -> list[Prediction]:
-    numbers = list(gpus)
-    return [predict(cluster, heads, context, count) for context in contexts for count in numbers]
+    return [predict(cluster, heads, context, count) for context in contexts for count in gpus]
 
 
 def _us(seconds: float) -> str:
@@ -195,7 +194,9 @@ def fitted(rows: Iterable[Measurement]) -> Cluster:
         return [row for row in right if row["way"] == way]
 
     memory = _line((_part_bytes(row, gpus=1), _seconds(row)) for row in of("one-gpu"))
-    passes = _line((_part_bytes(row, _gpus(row)), _pass_s(row, memory)) for row in of("ring"))
+    # A pass of a ring; the last attention is after all of them.
+    parts = [(row, _part_bytes(row, _gpus(row))) for row in of("ring")]
+    passes = _line((part, (_seconds(row) - memory.seconds(part)) / (_gpus(row) - 1)) for row, part in parts)
     cluster = Cluster(memory, Link(passes.bytes_per_s, latency_s=0.0))
     latency, gather_s = _weighted_line(
         (_seconds(row), _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s) for row in of("tree")
@@ -237,12 +238,6 @@ def _heads(row: Measurement) -> Heads:
 
 def _part_bytes(row: Measurement, gpus: int) -> float:
     return _heads(row).kv_bytes(int(row["context"]) / gpus)
-
-
-def _pass_s(row: Measurement, memory: Link) -> float:
-    """A pass of a ring, which ends with attention to the last part."""
-    gpus = _gpus(row)
-    return (_seconds(row) - memory.seconds(_part_bytes(row, gpus))) / (gpus - 1)
 
 
 def _gpus(row: Measurement) -> int:

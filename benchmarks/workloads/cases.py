@@ -29,10 +29,10 @@ class Level:
 
 
 LEVELS: Final = {
-    "none": Level("no sharing: stock transformers", shared=False),
-    "few-shot": Level("one level: the examples", rows_apart=True),
-    "problem": Level("one level: each problem's prompt", problems_apart=True),
-    "two-level": Level("two levels: examples, problems"),
+    "none": Level("nothing (stock)", shared=False),
+    "few-shot": Level("the examples", rows_apart=True),
+    "problem": Level("each problem's prompt", problems_apart=True),
+    "two-level": Level("examples, then problems"),
 }
 """By name; the single level of the paper is ``few-shot``."""
 

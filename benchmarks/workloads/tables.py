@@ -7,12 +7,8 @@ from typing import Final
 
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
-_LEVELS: Final = {
-    "none": "nothing (stock)",
-    "few-shot": "the examples",
-    "problem": "each problem's prompt",
-    "two-level": "examples, then problems",
-}
+from .cases import LEVELS
+
 _SECONDS: Final = (("total_s", 1, "s"), ("prefill_s", 1, "s"), ("ms_per_step", 1, "ms"))
 _GIB: Final = (2**-30, "GiB")
 
@@ -34,7 +30,7 @@ def levels_page(rows: Sequence[Measurement]) -> str:
     """A line for each batch and level of sharing: seconds of the call and of its prefill, a step, tokens, memory."""
     lines = []
     for row in rows:
-        cells = [f"{row['problems']} x {row['samples']}", _LEVELS[row["way"]]]
+        cells = [f"{row['problems']} x {row['samples']}", LEVELS[row["way"]].words]
         if row["status"] == "ok":
             cells += [_value(row, *column) for column in _SECONDS]
             cells += [f"{int(row['prefilled_tokens']):,}", _value(row, "kv_bytes", *_GIB)]
