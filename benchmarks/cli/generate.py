@@ -12,7 +12,7 @@ import typer
 from hf_fastdecode.cli.bench import check_positions, check_weights, parse_point, place_of_calls
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice, parse_counts
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import Measurement
@@ -210,7 +210,7 @@ def completions(
     point: Annotated[list[str] | None, points("256x4")] = None,
     tree: Trees = None,
     marks: Annotated[
-        str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
+        str, typer.Option(help="Tokens per sample at which time is taken, separated by commas.")
     ] = "16,256,512,1024",
     way: Annotated[list[str] | None, repeatable(_OF_COMPLETIONS, "stock, shared")] = None,
     seconds: Annotated[
@@ -240,7 +240,7 @@ def completions(
     The last one has eight prompts that have 64 tokens in common, with one sample of each.
     """
     ways = check_ways(way or ("stock", "shared"), _OF_COMPLETIONS)
-    numbers = _marks(marks)
+    numbers = parse_counts("marks", marks)
     if numbers[-1] < 2:
         raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
     calls = _calls(_shapes(shape, model), point, tree, ["256x4"], numbers[-1], dtype)
@@ -255,15 +255,6 @@ def completions(
 
     rows = measured(cases, ways, CompletionBench(place, check=check, budget_s=seconds), out)
     report(rows, out, completions_table, plot=plot)
-
-
-def _marks(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise InputError(
-            f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}; write them so"
-        )
-    return tuple(map(int, parts))
 
 
 def first_calls(

@@ -25,7 +25,6 @@ from .options import Check, ListCases, Only, chosen, repeatable, report, show_ca
 
 def tables(
     table: Annotated[list[str] | None, repeatable(PAPER_TABLES, "none")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
     way: Annotated[
         list[str] | None, typer.Option(help="As for `ops` and `generate`.", show_default="the table's")
     ] = None,
@@ -45,9 +44,9 @@ def tables(
 
         python -m benchmarks tables --table bifurcated-6 --only 8192 --way graph
     """
-    names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
+    names = check_choice("table", table or [], PAPER_TABLES)
     if not names:
-        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}")
     if out.is_file() and not show:
         raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}

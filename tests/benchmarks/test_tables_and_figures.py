@@ -141,30 +141,9 @@ def test_table_of_operators():
     assert lines[2].endswith(" | 2.00x |")
     assert "4.00 TB/s and 800 TFLOP/s" in lines[-1]
     assert lines[-1].endswith("cold L2.")
+    assert ops.ops_table([row | {"error_ratio": ""} for row in op_rows("two-level")]).endswith("; not all checked.\n")
     case = OP_SETS["two-level"][0]
     assert f" | {case.bytes(2) / 4e6:.1f} | {2 * case.bytes(2) / 4e6:.1f} | " in lines[2]
-
-
-@pytest.mark.parametrize(
-    ("ways", "columns"),
-    [
-        (
-            ["ours-suffix", "sketch-suffix"],
-            "rows | suffix | heads | floor | ours-suffix | sketch-suffix | ours-suffix",
-        ),
-        (
-            ["ours-suffix", "recipe"],
-            "rows | context | suffix | heads | floor | recipe | ours-suffix | ours-suffix over",
-        ),
-        (["sketch-suffix"], "rows | suffix | heads | floor | sketch-suffix |"),
-    ],
-)
-def test_a_column_is_left_out_where_only_that_part_is_shown(ways, columns):
-    rows = [row for row in op_rows("small") if row["way"] in ways]
-    text = ops.ops_table(rows)
-    assert text.startswith(f"| {columns}")
-    unchecked = [row | {"error_ratio": ""} for row in rows]
-    assert ops.ops_table(unchecked).endswith("; not all checked.\n")
 
 
 def test_digest_of_operators():
@@ -187,14 +166,6 @@ def test_table_of_generate():
     assert lines[2] == "| 7b-mha | 2,048 | 16 | 65 | 20.00 | 8.00 | 4.00 | 50% |"
     assert lines[5] == "| 7b-mha | 8,192 | 128 | 65 | out of memory | 8.00 | 4.00 | 50% |"
     assert lines[-1].endswith("; ms/step, medians.")
-
-
-def test_table_of_rows_most_of_which_end_early():
-    rows = [row | {"total_s": "12.5", "tokens_per_s": "2048", "ran": "graph"} for row in generate_rows("~4")]
-    lines = generate.generate_tables(rows).splitlines()
-    assert lines[0] == "| model | context | n | mean tokens, of at most | way | whole call | tokens/s | what ran |"
-    assert "| 12.50 s | 2,048 | graph |" in lines[2]
-    assert "| 4 of " in lines[2]
 
 
 def test_table_of_rows_that_finish():
@@ -302,13 +273,6 @@ def test_what_stock_would_hold(case, stored):
     assert generate.stock_kv_bytes(stock, {"floor_kv_bytes": 7 * stored}) == 7 * case["samples"] * 109
 
 
-def test_trees_beside_stock():
-    tree = {"shape": "x tree 60+2x40x3", "context": 100, "samples": 6, "new_tokens": 10, "status": "ok"}
-    tree |= {"way": "graph", "ms_per_step": 1.25, "kv_bytes": 2**30 * 200 / 50, "floor_kv_bytes": 2**30 * 200 / 50}
-    tree = {name: str(value) for name, value in tree.items()}
-    assert "| x tree 60+2x40x3 | 6 | graph | 1.2 ms | 4.0 GiB | 13.1 GiB |" in generate.trees_table([tree])
-
-
 def operator_row(way: str, rows: int, context: int, us: float, **changes):
     row = {"way": way, "rows": rows, "heads": 8, "kv_heads": 2, "suffix": 64, "head_dim": 128, "context": context}
     row |= {"nodes": f"1x{context}", "status": "ok", "us_p50": us, "copy_tb_per_s": 4.0, "matmul_tflop_per_s": 700.0}
@@ -339,16 +303,6 @@ def test_a_step_apart_from_its_attention():
     ]
     lines = generate.steps_apart_table(rows).splitlines()[2:]
     assert lines == ["| tiny | 1,000 | 6 | graph | 3.50 ms | 3.00 ms | 0.50 ms | 250 us |"]
-
-
-def test_first_calls():
-    row = {"shape": "x", "context": "100", "samples": "6", "new_tokens": "10", "way": "graph", "caches": "cold"}
-    row |= {"first_call_s": "7", "second_call_s": "0.64", "third_call_s": "0.6", "tenth_call_s": "0.5"}
-    row |= {"more_rows_s": "1", "longer_prompt_s": "2", "reused_first_token_s": "0.0144", "status": "ok"}
-    row |= {"device": "d", "dtype": "float16", "torch": "1", "transformers": "2"}
-    found = summary.table([row, row | {"way": "stock", "status": "out of memory"}])
-    assert "| x | 100 | 6 | graph | cold | 7.00 | 0.64 | 0.60 | 0.50 | 1.00 | 2.00 | 0.014 |" in found
-    assert "| stock | cold | out of memory | out of memory |" in found
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(11.9, "11.9 → 10.0 (none)"), (12.0, "12.0 → 10.0 (1.2x)")])
