@@ -34,12 +34,9 @@ STYLES: dict[str, tuple[str, str]] = {
     "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
     "stock": (COLOURS["stock"], "transformers"),
     "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
-    "generate_batch": ("#c2a5a5", "transformers generate_batch"),
     "shared": (COLOURS["shared"], "hf_fastdecode"),
     "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
     "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
-    "eager-bifurcated": ("#d08a1d", "eager loop, Bifurcated's einsums"),
-    "eager-hydragen": ("#8a5fb5", "eager loop, Hydragen's calls"),
 }
 """The colour and name of each way in every figure."""
 _PLAIN_STYLE = ("#444444", "")
@@ -89,14 +86,24 @@ def _draw_lines(
         return None
     figure, axes = _figure(panels)
     for axis, (panel, rows) in zip(axes, panels.items()):
-        axis.set_title(panel, fontsize=9)
         whole = [row for row in rows if not is_part(row["way"])]
-        for way, points in _lines(whole, x, y[0]):
-            axis.plot(*points, **_look(way))
+        for way in sorted({row["way"] for row in whole}, key=[*STYLES, *(row["way"] for row in whole)].index):
+            points = sorted((int(row[x]), float(row[y[0]])) for row in whole if row["way"] == way and row.get(y[0]))
+            if points:
+                axis.plot(*zip(*points), **_look(way))
         if floor:
             floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
             axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
-    return _finish(figure, axes, x, y[1], title, path)
+        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+        axis.set_title(panel, fontsize=9)
+        axis.set_yscale("log")
+        axis.minorticks_off()
+        axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
+        axis.set_ylabel(y[1], fontsize=8)
+        style_axis(axis)
+        plain_numbers(axis.yaxis)
+    return _saved(figure, title, path)
 
 
 def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
@@ -110,25 +117,21 @@ def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
         return None
     figure, axes = _figure(panels)
     for axis, ((heads, kv_heads, suffix), own) in zip(axes, panels.items()):
-        contexts = sorted({int(row["context"]) for row in own})
-        samples = sorted({int(row["rows"]) for row in own})
+        contexts, samples = (sorted({int(row[name]) for row in own}) for name in ("context", "rows"))
         shares = [[float("nan")] * len(contexts) for _ in samples]
         for row in own:
-            at = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
-            shares[at[0]][at[1]] = 1 / float(row["over_floor"])
-            share = shares[at[0]][at[1]]
+            n, context = samples.index(int(row["rows"])), contexts.index(int(row["context"]))
+            shares[n][context] = share = 1 / float(row["over_floor"])
             colour = "black" if share > 0.7 else "white"
-            axis.text(at[1], at[0], f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
+            axis.text(context, n, f"{share:.0%}", ha="center", va="center", fontsize=8, color=colour)
         axis.imshow(shares, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower", alpha=0.85)
         axis.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         axis.set_yticks(range(len(samples)), [str(n) for n in samples])
         axis.set_xlabel("context, tokens")
         axis.set_ylabel("n, samples")
         axis.set_title(f"{heads} heads, {kv_heads} KV; {suffix} own tokens a row", fontsize=9)
-    add_title(
-        figure,
-        f"hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product), {_where(rows)}",
-    )
+    title = "hf_fastdecode: floor over time (100 %: the bandwidth of a copy, the rate of a product)"
+    add_title(figure, f"{title}, {_where(rows)}")
     return save(figure, path)
 
 
@@ -155,33 +158,22 @@ def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None
         return None
     figure, axes = _figure(panels)
     for axis, (name, own) in zip(axes, panels.items()):
-        axis.set_title(name, fontsize=9)
         for way in dict.fromkeys(row["way"] for row in own):
-            axis.plot(*_points(own, way), **_look(way))
-        ways = {row["way"] for row in own}
-        for ceiling in sorted(way for way in ways if way.endswith(CEILING)):
-            _, steps = _points(own, ceiling)
-            floors = {_middle(row): float(row["kv_floor_ms"]) for row in own}
-            base = sum(steps) / len(steps)
-            xs = sorted(floors)
-            axis.plot(xs, [base + floors[x] for x in xs], "k--", linewidth=1, label="no attention + reading the KV")
+            xs, steps = zip(*sorted((_middle(row), float(row["ms_per_step"])) for row in own if row["way"] == way))
+            axis.plot(xs, steps, **_look(way))
+            if way.endswith(CEILING):
+                floors = {_middle(row): float(row["kv_floor_ms"]) + sum(steps) / len(steps) for row in own}
+                axis.plot(*zip(*sorted(floors.items())), "k--", linewidth=1, label="no attention + reading the KV")
         axis.set_ylim(bottom=0)
+        axis.set_title(name, fontsize=9)
         axis.set_xlabel("tokens of a completion", fontsize=8)
         axis.set_ylabel("ms a step", fontsize=8)
-        axis.grid(alpha=0.25, linewidth=0.5)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(fontsize=8, frameon=False)
-    add_title(figure, where_measured(measured))
-    return save(figure, path)
+        style_axis(axis)
+    return _saved(figure, where_measured(measured), path)
 
 
 def _middle(row: Measurement) -> float:
     return (int(row["from_token"]) + int(row["to_token"])) / 2
-
-
-def _points(rows: Sequence[Measurement], way: str) -> tuple[list[Any], list[Any]]:
-    found = sorted((_middle(row), float(row["ms_per_step"])) for row in rows if row["way"] == way)
-    return [x for x, _ in found], [y for _, y in found]
 
 
 _OPS: dict[str, Picture] = {
@@ -196,16 +188,11 @@ _GENERATE: dict[str, Picture] = {
     "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
 }
 
-_NAMES = {"context": "context", "rows": "n", "samples": "n"}
-
 
 def _panels(
     rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
 ) -> dict[str, list[Measurement]]:
-    """Measured rows by panel's title: up to four values of `other` for each `line`, where x takes two values at least.
-
-    Panels come in the order of lines, so that a line of the figure is one model or head layout.
-    """
+    """Measured rows by panel: up to four values of `other` for each `line`, where x takes two values at least."""
     found: dict[str, dict[int, list[Measurement]]] = {}
     for row in rows:
         if row["status"] == "ok":
@@ -215,18 +202,8 @@ def _panels(
         values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
         last, most = len(values) - 1, min(_COLUMNS, len(values))
         for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
-            panels[f"{name}; {_NAMES[other]} {value:,}"] = by_value[value]
+            panels[f"{name}; {'context' if other == 'context' else 'n'} {value:,}"] = by_value[value]
     return panels
-
-
-def _lines(rows: Sequence[Measurement], x: str, y: str) -> list[tuple[str, tuple[list[int], list[float]]]]:
-    ways = sorted({row["way"] for row in rows}, key=[*STYLES, *(row["way"] for row in rows)].index)
-    lines = []
-    for way in ways:
-        points = sorted((int(row[x]), float(row[y])) for row in rows if row["way"] == way and row.get(y))
-        if points:
-            lines.append((way, ([at for at, _ in points], [value for _, value in points])))
-    return lines
 
 
 def _look(way: str) -> dict[str, Any]:
@@ -245,19 +222,9 @@ def _figure(panels: Sized) -> tuple[Any, list[Any]]:
     return new_figure(count, columns, (max(5.5, 3.6 * columns), 3.1 * lines + 0.8))
 
 
-def _finish(figure: Any, axes: list[Any], x: str, y: str, title: str, path: Path) -> Path:
-    named = {"context": "context, tokens", "rows": "n, samples", "samples": "n, samples"}
-    for axis in axes:
-        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
-        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        axis.set_xlabel(named[x], fontsize=8)
-        axis.set_ylabel(y, fontsize=8)
-        style_axis(axis)
-        plain_numbers(axis.yaxis)
+def _saved(figure: Any, title: str, path: Path, *, columns: int = 3, size: int = 8) -> Path:
     add_title(figure, title)
-    add_legend(figure, fontsize=8)
+    add_legend(figure, columns=columns, fontsize=size)
     return save(figure, path)
 
 
@@ -284,7 +251,7 @@ def draw_levels(rows: Sequence[Measurement], path: Path) -> Path:
     unit, bytes_of_it = _unit(rows)
     width = 0.8 / len(levels)
     for row in rows:
-        colour, label = _LEVEL_COLOURS[row["way"]], LEVELS[row["way"]].words
+        colour, label = _LEVEL_COLOURS[row["way"]], f"shared: {LEVELS[row['way']].words}"
         place = points.index((int(row["problems"]), int(row["samples"])))
         x = place + (levels.index(row["way"]) - (len(levels) - 1) / 2) * width
         if row["status"] != "ok":
@@ -339,9 +306,7 @@ def _finish_workload(figure: Any, title: str, path: Path) -> Path:
     for axis in figure.axes:
         style_axis(axis)
         axis.set_axisbelow(True)
-    add_title(figure, title)
-    add_legend(figure, columns=4)
-    return save(figure, path)
+    return _saved(figure, title, path, columns=4, size=9)
 
 
 def _unit(rows: Sequence[Measurement]) -> tuple[str, int]:
@@ -379,6 +344,4 @@ def draw_scaling(found: Sequence[Prediction], heads: Heads, path: Path) -> Path:
         axis.set_xlabel("GPUs", fontsize=9)
         style_axis(axis)
     axes[0].set_ylabel("microseconds a layer", fontsize=9)
-    add_title(figure, f"Predicted: attention of one row's decode step, {heads}, by a cost model")
-    add_legend(figure, columns=2, fontsize=8)
-    return save(figure, path)
+    return _saved(figure, f"Predicted: attention of one row's decode step, {heads}, by a cost model", path, columns=2)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from statistics import median
 from typing import TypeVar
@@ -46,13 +47,13 @@ def time_operator(
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph, output = _captured(calls, rounds=1)
-    seconds = min(_replays(graph, 2))
+    seconds = min(replays(graph.replay, 2))
     rounds = min(math.ceil(_LEAST_GRAPH_S / seconds), max(1, _MOST_LAUNCHES // len(calls)))
     if rounds > 1:
         del graph, output
         graph, output = _captured(calls, rounds)
         seconds *= rounds
-    samples = _replays(graph, max(5, min(30, int(budget_s / seconds))))
+    samples = replays(graph.replay, max(5, min(30, int(budget_s / seconds))))
     return percentiles([sample / (rounds * len(calls)) for sample in samples]), output
 
 
@@ -60,23 +61,28 @@ def _captured(calls: Sequence[Callable[[], Output]], rounds: int) -> tuple[torch
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
-            output = calls[0]()
-            for call in calls[1:]:
-                call()
+            output = _once(calls)
     return graph, output
 
 
-def _replays(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    """Seconds of each replay; two that are not measured keep the device busy, so that no launch is waited for."""
+def replays(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each call; two that are not measured keep the device busy, so that no launch is waited for."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    graph.replay()
-    graph.replay()
+    call()
+    call()
     events[0].record()
     for event in events[1:]:
-        graph.replay()
+        call()
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def _once(calls: Sequence[Callable[[], Output]]) -> Output:
+    output = calls[0]()
+    for call in calls[1:]:
+        call()
+    return output
 
 
 def _time_on_cpu(calls: Sequence[Callable[[], Output]], budget_s: float) -> tuple[Times, Output]:
@@ -84,9 +90,7 @@ def _time_on_cpu(calls: Sequence[Callable[[], Output]], budget_s: float) -> tupl
     samples: list[float] = []
     while len(samples) < 3 or (len(samples) < 20 and sum(samples) * len(calls) < budget_s):
         start = time.perf_counter()
-        output = calls[0]()
-        for call in calls[1:]:
-            call()
+        output = _once(calls)
         samples.append((time.perf_counter() - start) / len(calls))
     return percentiles(samples), output
 
@@ -107,6 +111,17 @@ class Ceilings:
     def floor_s(self, case: OpCase, itemsize: int) -> float:
         """Least seconds of a case: its bytes at one rate, or its arithmetic at the other."""
         return max(case.bytes(itemsize) / self.bytes_per_s, case.flops / self.flops_per_s)
+
+
+class OperatorBench:
+    """A device, its ceilings, and whether a way is timed only if its error is within the rule."""
+
+    def __init__(self, device: torch.device, *, check: bool = True):
+        self.device, self.check = device, check
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        return measure_ceilings(self.device)
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

@@ -16,9 +16,5 @@ def cell(row: Measurement | None, shown: Callable[[Measurement], str]) -> str:
 
 
 def replace_between(text: str, markers: re.Pattern[str], made: Callable[[re.Match[str]], str]) -> tuple[str, int]:
-    """Replace the lines between markers of a documentation page; returns the new page, and the number of places.
-
-    The first group of `markers` is the opening marker's line, the last one the closing marker; `made` makes the lines
-    between.
-    """
+    """The page with the lines between markers (first and last group) replaced by what `made` makes; and how many."""
     return markers.subn(lambda match: match[1] + made(match) + match[match.re.groups], text)

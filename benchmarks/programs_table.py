@@ -40,23 +40,15 @@ def programs_table(rows: Sequence[Measurement]) -> str:
 
 
 def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
-    """Seconds in `generate` and tokens prefilled, stock → enabled, a line for each case; small factors are "none".
-
-    `same` is what an enabled measurement whose status is ok has in common with stock's.
-    """
+    """Seconds in `generate` and tokens prefilled, stock → enabled; rows with status ok have the `same` results."""
     lines = []
     for ways in by(rows, "program", "model", "setting"):
         stock, enabled = ways["stock"], ways["enabled"]
         before, now = (float(row["generate_s"]) for row in (stock, enabled))
         gain = f"{before / now:.1f}x" if before / now >= _LEAST_FACTOR else "none"
-        lines.append(
-            [
-                *(stock[name] for name in ("program", "model", "setting")),
-                f"{before:.1f} → {now:.1f} ({gain})",
-                _prefilled(stock, enabled),
-                "yes" if enabled["status"] == "ok" else enabled["status"],
-            ]
-        )
+        cells = [*(stock[name] for name in ("program", "model", "setting")), f"{before:.1f} → {now:.1f} ({gain})"]
+        cells.append(" → ".join(f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled)))
+        lines.append([*cells, "yes" if enabled["status"] == "ok" else enabled["status"]])
     names = ["program", "model", "setting", "seconds in generate", "tokens prefilled", f"same {same}"]
     note = f"{_where(rows[0])}; stock → enabled; medians where a case was run more than once."
     return markdown(names, lines, note)
@@ -79,10 +71,6 @@ def rollouts_table(rows: Sequence[Measurement]) -> str:
     return markdown(names, lines, note)
 
 
-def _prefilled(stock: Measurement, enabled: Measurement) -> str:
-    return " → ".join(f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled))
-
-
 def _where(row: Measurement) -> str:
     return f"{row['device']}, torch {row['torch']}, transformers {row['transformers']}"
 
@@ -95,13 +83,13 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
         tree = PromptTree.of_row(first["shape"])
         prompts = 1 if tree is None else tree.problems
         cells = [first["shape"].partition(" ")[0], f"{prompts} of {int(first['context']):,}"]
-        cells += [str(int(first["samples"]) // prompts), *(_call(ways.get(way)) for way in _VLLM_WAYS)]
+        cells.append(str(int(first["samples"]) // prompts))
+        cells += [
+            cell(ways.get(way), lambda row: f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)")
+            for way in _VLLM_WAYS
+        ]
         lines.append([*cells, " → ".join(f"{float(ways[way]['prefill_s']):.3f} s" for way in ("vllm", "shared"))])
     ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("shared", "vllm"))
     where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
     names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
     return markdown(names, lines, f"{where}; a call (a step); empty: not measured; {timed(rows)}.")
-
-
-def _call(row: Measurement | None) -> str:
-    return cell(row, lambda row: f"{float(row['total_s']):.2f} s ({float(row['ms_per_step']):.1f} ms)")

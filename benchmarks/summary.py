@@ -1,7 +1,4 @@
-"""Tables and figures of README and other pages, from the committed measurements.
-
-``python -m benchmarks summary`` rewrites them all; a test fails when a table does not match its CSV file.
-"""
+"""Tables and figures of README and other pages, from the committed measurements."""
 
 from __future__ import annotations
 

@@ -7,6 +7,9 @@ import typer
 from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
 
+from ..generate.cases import WAYS
+from ..sampling.cases import SAMPLING_WAYS
+from ..slim.cases import SLIM_WAYS
 from . import generate, ops, parallel, tables, workloads
 
 
@@ -40,11 +43,19 @@ def main() -> None:
     """
 
 
-for command in (
-    *(ops.ops, generate.generate, generate.completions, generate.first_calls, generate.profile),
-    *(ops.sampling, ops.slim, parallel.parallel, tables.tables),
+for command, ways in (
+    (ops.ops, ops.OP_WAY_NAMES),
+    (generate.generate, WAYS),
+    (generate.completions, {}),
+    (generate.first_calls, {}),
+    (generate.profile, {}),
+    (ops.sampling, SAMPLING_WAYS),
+    (ops.slim, SLIM_WAYS),
+    (parallel.parallel, {f"{way} ({kind})": what for kind, of in parallel.KINDS.items() for way, what in of.items()}),
+    (tables.tables, {}),
 ):
-    app.command(epilog=_NOTE)(prints_tables(command))
+    listed = [f"- `{name}`: {what}" for name, what in ways.items()]
+    app.command(epilog="\n\n".join([*listed, _NOTE]))(prints_tables(command))
 app.add_typer(workloads.app, name="workloads")
 
 

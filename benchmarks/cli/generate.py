@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.bench import check_positions, check_weights, parse_point, place_of_calls
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice
+from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice, parse_counts
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import C, Measurement, provenance, run
+from hf_fastdecode.measurement.rows import Measurement
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from hf_fastdecode.model_names import EMBEDDED, load_config, max_positions
 
@@ -26,7 +25,6 @@ from ..generate.cases import (
     LOOPS,
     PARTS,
     WAYS,
-    CompletionCase,
     FirstCallsCase,
     GenerateCase,
     ProfileCase,
@@ -40,12 +38,15 @@ from .options import (
     Check,
     Checkpoints,
     ListCases,
+    NewTokens,
     Only,
     ShapeDtype,
     Shapes,
     Trees,
     chosen,
+    measured,
     points,
+    repeatable,
     report,
     show_cases,
 )
@@ -54,16 +55,12 @@ if TYPE_CHECKING:
     import torch
 
 
-Measure = Callable[[C, str], dict[str, Any]]
-Table = Callable[[list[Measurement]], str]
-
-
 def generate(
     shape: AllShapes = None,
     model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8, 1024x32", inputs=True)] = None,
     tree: Trees = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    new_tokens: NewTokens = 64,
     finish: Annotated[
         int | None,
         typer.Option(
@@ -74,13 +71,7 @@ def generate(
         int | None,
         typer.Option(help="Rows end one after another, most of them early: after so many tokens on average."),
     ] = None,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Repeatable: {', '.join(WAYS)}; `graph+sampler=fast` passes options to `enable`.",
-            show_default=", ".join(DEFAULT_WAYS),
-        ),
-    ] = None,
+    way: Annotated[list[str] | None, repeatable(WAYS, ", ".join(DEFAULT_WAYS))] = None,
     only: Only = None,
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
@@ -95,43 +86,22 @@ def generate(
     A step is `(time(new tokens) - time(1)) / (new tokens - 1)`, so prefill is not in it. A way of ours is measured
     after its tokens were found to be stock's in float32, and its logits as precise as stock's in half precision.
 
-    Ways: `stock` is transformers with its dynamic cache, `stock-static` with its static cache, which it compiles,
-    `generate_batch` its continuous batching; `stock-beams` is its beam search, with as many beams as samples,
-    `stock-lookup` its prompt lookup for one sample, `stock-hidden-states` its loop with `output_hidden_states`, and
-    `beams`, `lookup` and `hidden-states` are the same on an enabled model. `shared` is what `enable(model)` does by
-    itself; `eager` and `graph` force a mode. Behind each of these three, `-no-attention` is its ceiling:
-    the same loop with attention left out. `eager-bifurcated` and `eager-hydragen` attend as those papers do in our
-    loop. `slim-k` and `slim-k+r` are `shared` with slim models of random weights, which store what one row alone
-    has as keys, or as keys and V-coordinates, and what rows share as keys and values; `slim-k+mode=graph` forces
-    a mode. `stock-slim-k` and `stock-slim-k+r` are `stock` with these models. `quantized-fp8`, `quantized-hqq` (8
-    bits) and `quantized-quanto` (4 bits, the most it takes) are `stock` with transformers' quantized cache. Where
-    `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
+    `graph+sampler=fast` passes options to `enable`. A single row shares nothing: ways whose steps are not captured,
+    such as `eager`, run it only with `+reuse_prefix=1000000` after them: 1 MB, which keeps none of a longer prompt.
+    Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
-    A single row shares nothing: ways whose steps are not captured, such as `eager`, run it only with
-    `+reuse_prefix=1000000` after them: 1 MB, which keeps none of a longer prompt.
-
-    Shapes: `7b-mha` is CodeLlama-7B's (32 layers, 32 heads), `7b-gqa` Mistral-7B's and `8b-gqa` Llama-3.1-8B's (32
-    layers, 32 heads over 8 KV heads), `13b-mha` CodeLlama-13B's (40 layers, 40 heads); `tiny` and `tiny-mha`
-    have 2 layers. `whisper-large-v3` is given a recording of 30 seconds, which is 1,500 tokens for its decoder, and
-    begins a transcript with 4 tokens; its own `generate` runs, and `--point 1500x5 --way stock-beams --way beams` is
-    its search with 5 beams, which returns the best. `t5-3b` encodes as many tokens as the context has. `qwen3-vl-2b`
-    (Qwen3-VL-2B-Instruct's) is given an image of 1,024 tokens in a text, both of which the context counts.
+    `whisper-large-v3` is given a recording of 30 seconds, 1,500 tokens for its decoder, and begins a transcript with 4
+    tokens; `t5-3b` encodes as many tokens as the context has; `qwen3-vl-2b` is given an image of 1,024 tokens in a
+    text, both of which the context counts.
 
     Examples:
 
-        python -m benchmarks generate
         python -m benchmarks generate --shape 7b-mha --point 2048x16 \\
             --point 8192x128 --plot
-        python -m benchmarks generate --model codellama/CodeLlama-7b-hf \\
-            --point 8192x32 --way stock --way graph
-        python -m benchmarks generate --shape 8b-gqa --point 2048x128 \\
-            --new-tokens 256 --finish 16 --way shared
         python -m benchmarks generate --shape 8b-gqa --point 1024x1024 \\
             --new-tokens 768 --finish-mean 100 --way graph \\
             --way graph+max_rows=256
         python -m benchmarks generate --shape whisper-large-v3 --point 1500x16 \\
-            --way stock --way shared
-        python -m benchmarks generate --shape qwen3-vl-2b --point 1126x32 \\
             --way stock --way shared
         python -m benchmarks generate --shape 8b-gqa --tree 800+8x512x128 \\
             --way graph --way graph+min_shared_tokens=801
@@ -153,9 +123,7 @@ def generate(
     cases = chosen(calls, only)
     if show:
         return show_cases(cases)
-    place = place_of_calls(device, out)
-    with exit_on_interrupt():
-        check_models(cases, device, place)
+    place = _place(cases, device, out)
     rows = run_generate(cases, ways, place, check, repeats, out)
     from ..generate.table import generate_tables
 
@@ -167,13 +135,8 @@ def run_generate(
 ) -> list[Measurement]:
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
-        from ..generate.ways import find_way
 
-    with bad_input():
-        for way in ways:  # numbers that options of ways cannot be, which takes torch to know
-            find_way(way)
-    bench = GenerateBench(device, repeats=repeats, check=check)
-    return run(cases, ways, bench.measure, provenance=provenance(device, backend=backend_of_environment()), out=out)
+    return measured(cases, ways, GenerateBench(device, repeats=repeats, check=check), out)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
@@ -183,6 +146,14 @@ def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
         for way in ways:
             parse_way(way)
     return list(dict.fromkeys(ways))
+
+
+def _place(cases: Sequence[GenerateCase], device: str, out: Path) -> torch.device:
+    """The device, once the file of rows, options and models have been checked."""
+    place = place_of_calls(device, out)
+    with exit_on_interrupt():
+        check_models(cases, device, place)
+    return place
 
 
 def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
@@ -195,12 +166,11 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
             raise InputError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
         given = INPUT_SHAPES.get(shape)
         limit = MAX_POSITIONS if shape in SHAPES or given else max_positions(load_config(shape))
-        for case in cases:
-            if given and case.shape == shape:
+        for case in (case for case in cases if case.shape == shape):
+            if given:
                 given.given.check(case)
-            if case.shape == shape:
-                asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
-                check_positions(asked, case.context, case.new_tokens, limit, shape)
+            asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
+            check_positions(asked, case.context, case.new_tokens, limit, shape)
         if place.type == "cpu" and (shape in SHAPES or given):
             check_weights(shape, given.parameters() if given else parameters(shape), device)
 
@@ -230,27 +200,8 @@ def _calls(
         ]
 
 
-def _measure(
-    cases: Sequence[C],
-    calls: Sequence[GenerateCase],
-    ways: Sequence[str],
-    device: str,
-    out: Path,
-    make: Callable[[torch.device], tuple[Measure[C], Table]],
-    *,
-    plot: bool = False,
-) -> None:
-    """Measure cases of these calls in all ways, by what `make` makes on a device, and show them by its table."""
-    place = place_of_calls(device, out)
-    with exit_on_interrupt():
-        measure, table = make(place)
-        check_models(calls, device, place)
-    where = provenance(place, backend=backend_of_environment())
-    report(run(cases, ways, measure, provenance=where, out=out), out, table, plot=plot)
-
-
-_NO_COMPLETIONS = ("generate_batch", *LOOPS, *(f"stock-{name}" for name in LOOPS))
-_NO_FIRST_CALLS = ("generate_batch", "stock-beams", "beams")
+_OF_COMPLETIONS = [name for name in WAYS if name.removeprefix("stock-") not in LOOPS]
+_OF_FIRST_CALLS = [name for name in WAYS if name not in ("stock-beams", "beams")]
 
 
 def completions(
@@ -259,15 +210,9 @@ def completions(
     point: Annotated[list[str] | None, points("256x4")] = None,
     tree: Trees = None,
     marks: Annotated[
-        str, typer.Option(help="Tokens per sample at which time is taken, rising, separated by commas.")
+        str, typer.Option(help="Tokens per sample at which time is taken, separated by commas.")
     ] = "16,256,512,1024",
-    way: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Repeatable: those of `generate` but generate_batch and other loops.",
-            show_default="stock, shared",
-        ),
-    ] = None,
+    way: Annotated[list[str] | None, repeatable(_OF_COMPLETIONS, "stock, shared")] = None,
     seconds: Annotated[
         float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
     ] = 120,
@@ -287,63 +232,37 @@ def completions(
 
     Examples:
 
-        python -m benchmarks completions
         python -m benchmarks completions --shape 8b-gqa --point 512x4 \\
             --marks 64,2048,8192,32768 --way graph --plot
-        python -m benchmarks completions --shape 7b-mha --point 2048x16 \\
-            --marks 2048,6144 --way graph
         python -m benchmarks completions --shape 7b-mha --tree 64+8x32768x1 \\
             --marks 32,96 --way graph --way slim-k
 
     The last one has eight prompts that have 64 tokens in common, with one sample of each.
     """
-    ways = check_ways(way or ("stock", "shared"), [name for name in WAYS if name not in _NO_COMPLETIONS])
-    numbers = _marks(marks)
+    ways = check_ways(way or ("stock", "shared"), _OF_COMPLETIONS)
+    numbers = parse_counts("marks", marks)
     if numbers[-1] < 2:
         raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
     calls = _calls(_shapes(shape, model), point, tree, ["256x4"], numbers[-1], dtype)
     with bad_input():
-        cases: list[CompletionCase] = [case for call in calls for case in spans(call, numbers)]
+        cases = [case for call in calls for case in spans(call, numbers)]
     if show:
         return show_cases(cases)
-
-    def make(place: torch.device) -> tuple[Measure[CompletionCase], Table]:
+    place = _place(calls, device, out)
+    with exit_on_interrupt():
         from ..generate.measure import CompletionBench
         from ..generate.table import completions_table
 
-        return CompletionBench(place, check=check, budget_s=seconds).measure, completions_table
-
-    _measure(cases, calls, ways, device, out, make, plot=plot)
-
-
-def _marks(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise InputError(
-            f"--marks are whole numbers separated by commas, such as 256,2048,6144, got {text!r}; write them so"
-        )
-    return tuple(map(int, parts))
+    rows = measured(cases, ways, CompletionBench(place, check=check, budget_s=seconds), out)
+    report(rows, out, completions_table, plot=plot)
 
 
 def first_calls(
     shape: Shapes = None,
     model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8", trees=False)] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Repeatable: those of `generate` but {', '.join(_NO_FIRST_CALLS)}.",
-            show_default="stock, shared",
-        ),
-    ] = None,
-    caches: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Repeatable: {'; '.join(f'{name}, {what}' for name, what in CACHES.items())}.",
-            show_default="both",
-        ),
-    ] = None,
+    new_tokens: NewTokens = 65,
+    way: Annotated[list[str] | None, repeatable(_OF_FIRST_CALLS, "stock, shared")] = None,
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     show: ListCases = False,
@@ -357,24 +276,20 @@ def first_calls(
 
     Examples:
 
-        python -m benchmarks first-calls
         python -m benchmarks first-calls --shape 7b-mha --point 2048x16 \\
-            --way shared --caches cold
+            --way shared
     """
-    ways = check_ways(way or ("stock", "shared"), [name for name in WAYS if name not in _NO_FIRST_CALLS])
-    check_choice("caches", caches or [], CACHES)
+    ways = check_ways(way or ("stock", "shared"), _OF_FIRST_CALLS)
     calls = _calls(_shapes(shape, model), point, None, ["512x8"], new_tokens, dtype)
-    cases = [FirstCallsCase(call, found) for call in calls for found in dict.fromkeys(caches or CACHES)]
+    cases = [FirstCallsCase(call, found) for call in calls for found in CACHES]
     if show:
         return show_cases(cases)
-
-    def make(place: torch.device) -> tuple[Measure[FirstCallsCase], Table]:
+    place = _place([replace(call, context=2 * call.context) for call in calls], device, out)
+    with exit_on_interrupt():
         from ..generate.first_calls import FirstCallsBench
         from ..generate.table import first_calls_table
 
-        return FirstCallsBench(place).measure, first_calls_table
-
-    _measure(cases, [replace(call, context=2 * call.context) for call in calls], ways, device, out, make)
+    report(measured(cases, ways, FirstCallsBench(place), out), out, first_calls_table)
 
 
 def profile(
@@ -382,11 +297,8 @@ def profile(
     model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
     tree: Trees = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 65,
-    way: Annotated[
-        list[str] | None,
-        typer.Option(help="Repeatable: those of `generate` but generate_batch.", show_default="shared"),
-    ] = None,
+    new_tokens: NewTokens = 65,
+    way: Annotated[list[str] | None, repeatable(WAYS, "shared")] = None,
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
@@ -402,23 +314,19 @@ def profile(
     Examples:
 
         python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
-        python -m benchmarks profile --shape 7b-mha --tree 1+16x511x8 --way stock \\
-            --way shared
     """
-    ways = check_ways(way or ("shared",), [name for name in WAYS if name != "generate_batch"])
+    ways = check_ways(way or ("shared",), WAYS)
     calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
     cases = [ProfileCase(call, part) for call in calls for part in PARTS]
     if show:
         return show_cases(cases)
-
-    def make(place: torch.device) -> tuple[Measure[ProfileCase], Table]:
-        if place.type != "cuda":
-            raise InputError(
-                f"a profile is of a CUDA device, whose kernels it counts, got {place.type}; give --device cuda"
-            )
+    place = _place(calls, device, out)
+    if place.type != "cuda":
+        raise InputError(
+            f"a profile is of a CUDA device, whose kernels it counts, got {place.type}; give --device cuda"
+        )
+    with exit_on_interrupt():
         from ..generate.profile import ProfileBench
         from ..generate.table import profile_table
 
-        return ProfileBench(place, repeats=repeats).measure, profile_table
-
-    _measure(cases, calls, ways, device, out, make)
+    report(measured(cases, ways, ProfileBench(place, repeats=repeats), out), out, profile_table)

@@ -16,34 +16,35 @@ from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import CsvFile, Device, Plot, check_choice, check_device
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import C, Measurement, check_out, provenance, run
+from hf_fastdecode.measurement.rows import C, Measurement, check_out
 
 from ..ops.cases import OP_SETS, OpCase, with_dtype
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ..slim.cases import SLIM_SETS, SLIM_WAYS
-from .options import Check, ListCases, Only, chosen, repeatable, report, sets_of, show_cases
+from .options import Check, ListCases, Only, chosen, measured, repeatable, report, sets_of, show_cases
 
 if TYPE_CHECKING:
     import torch
 
 
-OP_WAY_NAMES = (
-    "ours",
-    "plain",
-    "recipe",
-    "hydragen",
-    "bifurcated",
-    "bifurcated-compiled",
-    "flashinfer-decode",
-    "flashinfer-cascade",
-    "fasttree",
-    "sketch",
-    "without-own-nodes",
-    "ours-prefix",
-    "sketch-prefix",
-    "ours-suffix",
-    "sketch-suffix",
-)
+OP_WAY_NAMES = {
+    "ours": "what the package runs",
+    "plain": "flash decoding with a copy of the context for each row",
+    "recipe": "the faster of PyTorch's flash and cuDNN operators over the context, flash over suffixes, a merge",
+    "hydragen": "that paper's two flash calls",
+    "bifurcated": "that paper's einsums",
+    "bifurcated-compiled": "these by torch.compile",
+    "flashinfer-decode": "FlashInfer over pages of 16 tokens, the context read once a row, as servers do",
+    "flashinfer-cascade": "its cascade wrapper, which reads the context once; the fastest kernels and layout count",
+    "fasttree": "that paper's kernels, with `kernel_bench` of its artifact on $PYTHONPATH",
+    "sketch": "a first Triton kernel of two launches, the better of two splits; it does not store new tokens",
+    "without-own-nodes": "ours with one program for each row and KV head over what a row added, however long",
+    "ours-prefix": "our kernel over the shared context alone",
+    "sketch-prefix": "the sketch's first launch",
+    "ours-suffix": "what the package runs where nothing is shared",
+    "sketch-suffix": "what the sketch does where nothing is shared",
+}
+"""Ways and what they are."""
 # Compile for ten seconds a case, or minutes the first time, or are of others, so only when they are asked for.
 _COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade", "fasttree")
 
@@ -65,18 +66,6 @@ def ops(
     needs, at rates measured in the same run. Each way is first checked against an fp64 reference: its error is at most
     twice that of PyTorch's own attention, or its row says `wrong` and the command ends with exit code 1.
 
-    Ways: `ours` is what the package runs, `ours-prefix` its kernel over the shared context alone, and `ours-suffix`
-    what it runs where nothing is shared. `plain` is flash decoding with a copy of the context for each row. `recipe`
-    is the faster of PyTorch's flash and cuDNN operators over the shared context, flash over what each row added, and a
-    merge. `hydragen` is that paper's two flash calls, `bifurcated` that paper's einsums, `bifurcated-compiled` these
-    by torch.compile. `flashinfer-decode` and `flashinfer-cascade` are FlashInfer's wrappers over pages of 16 tokens,
-    with the extra `flashinfer`: the first reads the shared context once a row, as servers do that share pages alone,
-    the second once; the fastest of their kernels and layouts counts. `fasttree` is that paper's kernels, with
-    `kernel_bench` of its artifact on $PYTHONPATH. `sketch` is a first Triton kernel of two launches with a fixed
-    split, the better of two, which does not store the new tokens; `sketch-prefix` is its first launch, `sketch-suffix`
-    what it does where nothing is shared. `without-own-nodes` is ours with one program for each row and KV head over
-    what a row added, however long.
-
     Sets: `grid` is every number of rows, context, suffix and head layout; `one-row`, `ragged` and `two-level` are what
     they say; `h200` is these four together, of head_dim 128, and `head-dims` has others; `completions` has rows that
     added thousands of tokens; `fasttree` and `pat` are the trees of these papers; `small` is a handful, and `tiny` is
@@ -84,11 +73,9 @@ def ops(
 
     Examples:
 
-        python -m benchmarks ops
         python -m benchmarks ops --set h200 --plot --out runs/ops-h200.csv
         python -m benchmarks ops --set grid --only n128- --only n1024- --way ours \\
             --way recipe
-        python -m benchmarks ops --set two-level --set ragged --list
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
     if dtype is not None:
@@ -122,7 +109,7 @@ def run_ops(
     with exit_on_interrupt():
         from ..ops.measure import OpBench
 
-    return run(cases, ways, OpBench(device, check=check).measure, provenance=provenance(device), out=out)
+    return measured(cases, ways, OpBench(device, check=check), out)
 
 
 def check_backend() -> None:
@@ -150,10 +137,7 @@ def sampling(
 
     Examples:
 
-        python -m benchmarks sampling
         python -m benchmarks sampling --only n1024- --way fast
-        python -m benchmarks sampling --set grid --only top_p0.95 --list
-        python -m benchmarks sampling --out runs/sampling-h200.csv
     """
     ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
     cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
@@ -164,8 +148,7 @@ def sampling(
         from ..sampling.cases import sampling_table
         from ..sampling.measure import SamplingBench
 
-    rows = run(cases, ways, SamplingBench(place, check=check).measure, provenance=provenance(place), out=out)
-    report(rows, out, sampling_table, plot=False)
+    report(measured(cases, ways, SamplingBench(place, check=check), out), out, sampling_table)
 
 
 def slim(
@@ -183,16 +166,11 @@ def slim(
 ) -> None:
     """One layer's decode step over a slim cache, beside keys and values of the same tokens.
 
-    `slim-k` caches keys alone, `slim-k+r` an eighth as many V-coordinates too; both without the product with the
-    matrix from keys to values. `slim-k-two-launches` is the kernel for GPUs without thread block clusters, which has
-    other launch parameters (own_heads, block_t); `slim-k-int8`, `slim-k+r-int8` and `slim-k-fp8` run it over caches in
-    8 bits with scales, which it dequantises on chip. `flash` is PyTorch's attention over keys and values, `forest`
-    this package's, and `forest-prompt` with the tokens as prompts. The slim kernels are checked against fp64 first:
-    they err at most twice as much as fused attention.
+    Slim ways are without the product with the matrix from keys to values, and checked against fp64 first: they err at
+    most twice as much as fused attention.
 
     Examples:
 
-        python -m benchmarks slim
         python -m benchmarks slim --only n1- --way slim-k \\
             --config tile=32,stages=4 --config clusters=8
     """
@@ -206,7 +184,7 @@ def slim(
         from ..slim.cases import slim_table
         from ..slim.measure import SlimBench
 
-    rows = run(cases, ways, SlimBench(place, check=check).measure, provenance=provenance(place), out=out)
+    rows = measured(cases, ways, SlimBench(place, check=check), out)
     show_tables(slim_table(rows))  # even if a row failed: of several launch configurations, some may not run
     typer.echo(f"rows: {out}")
     refuse_red(rows, out)

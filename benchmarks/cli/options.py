@@ -9,10 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.bench import refuse_red
 from hf_fastdecode.cli.console import FailedCheck, show_tables
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import C, Case, Measurement
+from hf_fastdecode.measurement.rows import C, Case, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..generate.shapes import INPUT_SHAPES
@@ -35,6 +36,7 @@ Trees = Annotated[
         show_default="none",
     ),
 ]
+NewTokens = Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)]
 ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; also fp32, bf16 or fp16.")]
 Only = Annotated[
     list[str] | None,
@@ -92,7 +94,15 @@ def _in_words(case: Case) -> str:
     return "  ".join(f"{name}={value}" for name, value in case.columns().items() if value != "")
 
 
-def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool) -> None:
+def measured(cases: Sequence[Case], ways: Sequence[str], bench: Any, out: Path) -> list[Measurement]:
+    """Rows of the cases in all ways, measured by `bench` on its device; see `hf_fastdecode.measurement.rows.run`."""
+    where = provenance(bench.device, backend=backend_of_environment())
+    return run(cases, ways, bench.measure, provenance=where, out=out)
+
+
+def report(
+    rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool = False
+) -> None:
     """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
     from ..figures import plot as draw
 
@@ -123,9 +133,11 @@ def report_workload(
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status']}")
     show_tables(table(rows))
     for row in rows:
+        at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
         if row["status"] != "ok":
-            at = f"{row['problems']}x{row['samples']}" if "problems" in row else f"{row['questions']} questions"
             typer.echo(f"{at}, {row['way']}: {row['status']}")
+        elif row.get("correct"):
+            typer.echo(f"{at}, {row['way']}: {row['correct']} right")
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
 
 
@@ -134,22 +146,13 @@ def noisy(rows: Sequence[Measurement]) -> str:
     found: list[tuple[float, str]] = []
     for row in rows:
         name = "us" if "us_p20" in row else "ms_per_step"
-        if not (row.get(f"{name}_p20") and row.get(f"{name}_p80")):
-            continue
-        low, high = float(row[f"{name}_p20"]), float(row[f"{name}_p80"])
+        low, high = (float(row.get(f"{name}_{share}") or 0) for share in ("p20", "p80"))
         if high > _NOISY * low:  # a step is a difference of two calls, which noise can make less than nothing
-            spread = f"{high / low:.1f} times p20" if low > 0 else f"{high:.2g}, p20 {low:.2g}"
-            found.append((high / low if low > 0 else inf, f"{_named(row, rows)} (p80 {spread})"))
+            names = ("case",) if "case" in row else ("shape", "finish", "context", "samples")
+            case = " ".join(row[one] for one in (*names, "way") if row.get(one))
+            found.append((high / low if low > 0 else inf, f"{case} (p80 {high:.2g}, p20 {low:.2g})"))
     if not found:
         return ""
-    names = [name for _, name in sorted(found, key=lambda entry: -entry[0])]
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"noisy: {', '.join(names[:_MOST_NAMED])}{more}; measure again on an idle machine, with another --out"
-
-
-def _named(row: Measurement, rows: Sequence[Measurement]) -> str:
-    """The case and way of a row, with what of the case differs among the rows."""
-    if "case" in row:
-        return f"{row['case']} {row['way']}"
-    differing = [row[name] for name in ("shape", "finish") if len({other.get(name) for other in rows}) > 1]
-    return " ".join(part for part in (*differing, f"{row['context']}x{row['samples']}", row["way"]) if part)
+    worst = ", ".join(name for _, name in sorted(found, reverse=True)[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    return f"noisy: {worst}{more}; measure again on an idle machine, with another --out"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +17,7 @@ from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import Repeats, check_choice
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out, failed, provenance, run
+from hf_fastdecode.measurement.rows import check_out, failed
 from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..parallel.cases import (
@@ -28,10 +29,7 @@ from ..parallel.cases import (
     StepCase,
     collective_cases,
 )
-from .options import Check, ListCases, ShapeDtype, repeatable, show_cases
-
-if TYPE_CHECKING:
-    from ..parallel.bench import ParallelBench
+from .options import Check, ListCases, NewTokens, ShapeDtype, measured, repeatable, show_cases
 
 KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
 """Ways of each kind of measurement."""
@@ -65,8 +63,7 @@ def parallel(
             "them, and measures the first token too."
         ),
     ] = "random",
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each row in a timed call.", min=2)] = 33,
-    layers: Annotated[int | None, typer.Option(help="Layers of attention.", min=1, show_default="the shape's")] = None,
+    new_tokens: NewTokens = 33,
     most_bytes: Annotated[int, typer.Option(help="Largest collective.", min=1 << 14)] = 4 << 20,
     dtype: ShapeDtype = "bfloat16",
     device: Annotated[str, typer.Option(help="`auto` (a GPU for each process, else the CPU), cpu or cuda.")] = "auto",
@@ -77,14 +74,10 @@ def parallel(
     ] = False,
     nvlink: Annotated[
         str | None,
-        typer.Option(
-            help="For --simulate: GB/s each way and microseconds of a link within a node.",
-            show_default="fitted to measurements of 2 to 8 H200",
-        ),
+        typer.Option(help="For --simulate: GB/s each way and microseconds within a node.", show_default="fitted"),
     ] = None,
     infiniband: Annotated[
-        str,
-        typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here."),
+        str, typer.Option(help="For --simulate: the same of a GPU's link between nodes, which nobody measured here.")
     ] = "50,5",
     show: ListCases = False,
     out: Annotated[Path, typer.Option(help="Folder for a CSV file a kind.")] = Path("runs/parallel"),
@@ -94,28 +87,15 @@ def parallel(
     It runs in processes that torchrun starts, one a GPU (on a CPU they communicate by gloo, which is to try it out).
     Without the `--` in front of the command torchrun takes options that begin like its own for these.
 
-    Steps (`--kind steps`): `one-gpu` is an enabled model on one GPU, `sequence` the same on every GPU with the context
-    divided between them (`sequence_parallel="auto"`), `tensor` a model split by transformers' tensor parallelism and
-    enabled, `stock-tensor` the same without this package. `helix` divides the context, and splits all weights but
-    those of attention heads (`sequence_parallel_plan`). Weights are random.
-
-    Attention (`--kind attention`): the layers of a shape in one CUDA graph. `one-gpu` has the whole context on one
-    GPU; `tree` is this package's; `three-all-reduces` merges as the paper on Tree Attention does; `ring` passes keys
-    and values round, `ring-partials` what each GPU found; `no-communication` leaves the merge out. Each is first
-    checked against fp64: it errs at most twice as much as PyTorch, or its row says `wrong`, and the command ends with
-    exit code 1. What a GPU sends and holds is counted, and stands beside the paper's equations.
-
-    Collectives (`--kind collectives`): all-gather, all-reduce and sends to a neighbour of 16 KiB to 4 MiB.
+    Steps (`--kind steps`) are those of models with random weights. Attention (`--kind attention`) is of the layers of
+    a shape in one CUDA graph: each way is first checked against fp64: it errs at most twice as much as PyTorch, or its
+    row says `wrong`, and the command ends with exit code 1. What a GPU sends and holds is counted, and stands beside
+    the paper's equations. Collectives (`--kind collectives`) are of 16 KiB to 4 MiB.
 
     Rows are written when they are measured, so that a run that is cut short has those before. Set
     NCCL_GRAPH_MIXING_SUPPORT=0 for captured collectives.
 
     Examples:
-
-        torchrun --nproc-per-node 2 -m benchmarks -- parallel
-
-        torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
-            --kind steps --point 262144x1 --way sequence
 
         torchrun --nproc-per-node 2 -m benchmarks -- parallel \\
             --kind steps --point 65536x1 --fill prefill
@@ -129,7 +109,8 @@ def parallel(
     ways = check_choice("way", way or _WAYS, _WAYS)
     kinds = [name for name in kinds if any(one in KINDS[name] for one in ways)]
     if not kinds:
-        raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {_ways_of()}")
+        known = "; ".join(f"{one} has {', '.join(of)}" for one, of in KINDS.items())
+        raise InputError(f"--way {' and '.join(way or [])} is not of --kind {' or '.join(kind or [])}; {known}")
     check_choice("fill", [fill], FILLS)
     check_choice("shape", shape or [], SHAPES)
     dtype = parse_dtype(dtype, auto=False)
@@ -142,71 +123,58 @@ def parallel(
     if simulate:
         return _simulate(shape, point, nvlink, infiniband, dtype, out)
     with exit_on_interrupt():
-        from ..parallel.processes import device_of_process, is_first, launched
-    ranks = launched()
+        from ..parallel.processes import device_of_process
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1 and not show:
         raise InputError(
             f"parallel measures 2 or more processes, got 1; start it by `{_START}`, or predict with --simulate"
         )
-    on_cpu = device == "cpu" or (device == "auto" and not _has_gpus())
+    import torch
+
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     points = [parse_point(text) for text in point or (_POINTS_ON_CPU if on_cpu else _POINTS)]
     shapes = shape or ["tiny" if on_cpu else "8b-gqa"]
-    cases: dict[str, Sequence[Any]] = {}
+    count = max(2, ranks)
     with bad_input():
-        for name in kinds:
-            if name == "collectives":
-                cases[name] = collective_cases(max(2, ranks), most=most_bytes)
-            elif name == "steps":
-                cases[name] = [
-                    StepCase(one, *at, max(2, ranks), new_tokens, fill, dtype) for one, at in product(shapes, points)
-                ]
-            else:
-                cases[name] = [
-                    _attention_case(one, *at, max(2, ranks), layers, dtype) for one, at in product(shapes, points)
-                ]
+        of_kinds: dict[str, Callable[[], Sequence[Any]]] = {
+            "steps": lambda: [
+                StepCase(one, *at, count, new_tokens, fill, dtype) for one, at in product(shapes, points)
+            ],
+            "attention": lambda: [_attention_case(one, *at, count, dtype) for one, at in product(shapes, points)],
+            "collectives": lambda: collective_cases(count, most=most_bytes),
+        }
+        cases = {name: of_kinds[name]() for name in kinds}
     if show:
         return show_cases(one for name in kinds for one in cases[name])
-    for name in kinds if is_first() else ():
+    for name in kinds if os.environ.get("RANK", "0") == "0" else ():
         check_out(_file(out, name))
     with exit_on_interrupt():
         from ..parallel.bench import ParallelBench
         from ..parallel.processes import Processes
-    processes = Processes(device_of_process(device))
-    bench = ParallelBench(processes, check=check, repeats=repeats)
-    if processes.rank:
+        from ..parallel.table import parallel_table
+    bench = ParallelBench(Processes(device_of_process(device)), check=check, repeats=repeats)
+    if bench.processes.rank:
         bench.follow()
-        processes.end()
+        bench.processes.end()
+    found = []
     try:
-        rows = _measure(bench, cases, ways, out)
+        for name, own in cases.items():
+            rows = measured(own, [one for one in ways if one in KINDS[name]], bench, _file(out, name))
+            show_tables(parallel_table(rows))
+            typer.echo(f"rows: {_file(out, name)}")
+            found += rows
     finally:
         bench.finish()
-    if red := failed(rows):
+    if red := failed(found):
         note(f"{len(red)} rows in {out} are not right: {red[0]['way']}: {red[0]['status']}")
-    processes.end(1 if red else 0)
+    bench.processes.end(1 if red else 0)
 
 
-def _measure(
-    bench: ParallelBench, cases: dict[str, Sequence[Any]], ways: list[str], out: Path
-) -> list[dict[str, str]]:
-    """Measure and show one kind after the other, on rank 0."""
-    from ..parallel.table import parallel_table
-
-    found = []
-    for name, own in cases.items():
-        chosen = [one for one in ways if one in KINDS[name]]
-        rows = run(own, chosen, bench.measure, provenance=provenance(bench.processes.device), out=_file(out, name))
-        show_tables(parallel_table(rows))
-        typer.echo(f"rows: {_file(out, name)}")
-        found += rows
-    return found
-
-
-def _attention_case(shape: str, context: int, rows: int, ranks: int, layers: int | None, dtype: str) -> AttentionCase:
+def _attention_case(shape: str, context: int, rows: int, ranks: int, dtype: str) -> AttentionCase:
     fields = SHAPES[shape]
     heads, kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
     head_dim = fields.get("head_dim", fields["hidden_size"] // heads)
-    depth = layers or fields["num_hidden_layers"]
-    return AttentionCase(shape, context, rows, ranks, depth, heads, kv_heads, head_dim, dtype)
+    return AttentionCase(shape, context, rows, ranks, fields["num_hidden_layers"], heads, kv_heads, head_dim, dtype)
 
 
 def _simulate(
@@ -219,7 +187,7 @@ def _simulate(
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
     heads = PAPER_HEADS
     if shape:
-        case = _attention_case(shape[0], max(contexts), 1, 1, None, dtype)
+        case = _attention_case(shape[0], max(contexts), 1, 1, dtype)
         heads = Heads(case.heads, case.kv_heads, case.head_dim)
     with bad_input():
         cluster = replace(measured_cluster(), between=Link.parse("infiniband", infiniband))
@@ -230,15 +198,5 @@ def _simulate(
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
 
 
-def _has_gpus() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _file(out: Path, kind: str) -> Path:
     return out / f"{kind}.csv"
-
-
-def _ways_of() -> str:
-    return "; ".join(f"{kind} has {', '.join(ways)}" for kind, ways in KINDS.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ from hf_fastdecode.cli.bench import find_device
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import Device, Plot, Repeats, check_choice, check_device, check_enable_options
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import check_out
+from hf_fastdecode.measurement.rows import Measurement, check_out
 
 from ..generate.cases import WAYS
 from ..ops.cases import OpCase
@@ -25,7 +25,6 @@ from .options import Check, ListCases, Only, chosen, repeatable, report, show_ca
 
 def tables(
     table: Annotated[list[str] | None, repeatable(PAPER_TABLES, "none")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All of them; takes hours.")] = False,
     way: Annotated[
         list[str] | None, typer.Option(help="As for `ops` and `generate`.", show_default="the table's")
     ] = None,
@@ -43,19 +42,24 @@ def tables(
 
     Examples:
 
-        python -m benchmarks tables --table bifurcated-1 --list
         python -m benchmarks tables --table bifurcated-6 --only 8192 --way graph
-        python -m benchmarks tables --table hydragen-fig5 --plot
     """
-    names = list(PAPER_TABLES) if everything else check_choice("table", table or [], PAPER_TABLES)
+    names = check_choice("table", table or [], PAPER_TABLES)
     if not names:
-        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}, or --all")
+        raise InputError(f"no table was named; give --table with one of {', '.join(PAPER_TABLES)}")
     if out.is_file() and not show:
         raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a table")
     cases: dict[str, list[Any]] = {name: chosen(PAPER_TABLES[name].cases, only) for name in names}
     check_device(device)
+    ways = {name: way or list(PAPER_TABLES[name].ways) for name in names}
     for name in names:  # what is refused is refused before any is measured
-        _check(way or PAPER_TABLES[name].ways, of_operators=_of_operators(name), show=show)
+        if _of_operators(name):
+            check_choice("way", ways[name], OP_WAY_NAMES)
+            if not show:
+                check_backend()
+        else:
+            check_ways(ways[name], WAYS)
+            check_enable_options()
         if not show:
             check_out(_file(out, name))
     place = None if show else find_device(device)
@@ -63,11 +67,8 @@ def tables(
         for name in names:
             if place is not None and not _of_operators(name):
                 check_models(cases[name], device, place)
-    for name in names:
-        setting = PAPER_TABLES[name]
+    for name, setting in ((name, PAPER_TABLES[name]) for name in names):
         typer.echo(f"{name}: {setting.source}\n  {setting.scaled}")
-        ways = way or list(setting.ways)
-        file = _file(out, name)
         if place is None:
             show_cases(cases[name])
             continue
@@ -75,11 +76,12 @@ def tables(
         from ..ops.table import ops_table
 
         if _of_operators(name):
-            rows = run_ops(cases[name], ways, place, check, file)
-            report(rows, file, ops_table, plot=plot)
+            rows = run_ops(cases[name], ways[name], place, check, _file(out, name))
+            shown: Callable[[list[Measurement]], str] = ops_table
         else:
-            rows = run_generate(cases[name], ways, place, check, repeats, file)
-            report(rows, file, partial(generate_table, published=setting.published, unit=setting.unit), plot=plot)
+            rows = run_generate(cases[name], ways[name], place, check, repeats, _file(out, name))
+            shown = partial(generate_table, published=setting.published, unit=setting.unit)
+        report(rows, _file(out, name), shown, plot=plot)
 
 
 def _file(out: Path, name: str) -> Path:
@@ -88,14 +90,3 @@ def _file(out: Path, name: str) -> Path:
 
 def _of_operators(name: str) -> bool:
     return isinstance(PAPER_TABLES[name].cases[0], OpCase)
-
-
-def _check(ways: Sequence[str], *, of_operators: bool, show: bool) -> None:
-    """Refuse ways that a table does not have, and a backend that operators would not heed."""
-    if not of_operators:
-        check_ways(ways, WAYS)
-        check_enable_options()
-        return
-    check_choice("way", [one.partition("+")[0] for one in ways], OP_WAY_NAMES)
-    if not show:
-        check_backend()

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
-from hf_fastdecode.attention.torch_operators import backend_of_environment
 from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
@@ -17,7 +16,6 @@ from hf_fastdecode.cli.options import (
     CsvFile,
     Mode,
     Repeats,
-    Sampler,
     check_choice,
     check_enable_options,
     command_group,
@@ -25,28 +23,21 @@ from hf_fastdecode.cli.options import (
     parse_counts,
     pick_device,
 )
-from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.rows import check_out, provenance, run
+from hf_fastdecode.measurement.rows import check_out
 
 from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import repeatable, report_workload
-
-if TYPE_CHECKING:
-    pass
+from .options import measured, repeatable, report_workload
 
 app = command_group()
 
-_TOKENS: Final = 1024
-_QUESTION_SHOTS: Final = 5
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
 
 _NOTE: Final = (
-    "Rows have the device, versions, commit (`$COMMIT` when it is set) and command; a picture goes beside them. Rows "
-    "that the file already has from the same commit and command are kept: run a command again, and it goes on where "
-    "it broke off."
+    "A picture goes beside the rows, which have the device, versions, commit (`$COMMIT` when it is set) and command. "
+    "Those of the same commit and command are kept: run a command again, and it goes on where it broke off."
 )
 
 
@@ -70,7 +61,6 @@ def hier(
     level: Annotated[list[str] | None, repeatable(LEVELS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
     mode: Mode = "auto",
-    sampler: Sampler = "auto",
     repeats: Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
@@ -80,16 +70,9 @@ def hier(
     """Samples of several problems in one call, with no, one or two levels of sharing.
 
     All problems begin with the same solved examples, and all samples of a problem with its prompt. The same rows are
-    generated at four levels:
-
-    - `none`: stock transformers; every row stores and reads all of its prompt.
-
-    - `few-shot`: the examples are stored once for all rows, a problem once for each of its samples; this is the
-    paper's single level.
-
-    - `problem`: the whole prompt of a problem, examples and all, is stored once for its samples.
-
-    - `two-level`: the examples once for all rows, each problem once for its samples; so hf_fastdecode does by itself.
+    generated at four levels: `none` is stock transformers; `few-shot` stores the examples once for all rows, the
+    paper's single level; `problem` each problem's whole prompt once for its samples; `two-level` the examples once for
+    all rows, each problem once for its samples, as hf_fastdecode does by itself.
 
     Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
     solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
@@ -97,16 +80,13 @@ def hier(
 
     Examples:
 
-        python -m benchmarks workloads hier
-        python -m benchmarks workloads hier --task mbpp --data mbpp.jsonl \\
-            --points 8x16,16x32 --new-tokens 64
         python -m benchmarks workloads hier --model shape:7b-mha \\
             --points 8x64,8x128 --new-tokens 128
     """
     wanted = parse_points(points)
     chosen = check_choice("level", level or LEVELS, LEVELS)
     levels = [one for one in LEVELS if one in chosen]
-    check_enable_options(mode=mode, sampler=sampler)
+    check_enable_options(mode=mode)
     model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
@@ -114,7 +94,7 @@ def hier(
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_levels
         from ..workloads.measure import HierBench, Timing
-        from ..workloads.tables import levels_table
+        from ..workloads.tables import levels_page
 
         bench = HierBench(
             loaded,
@@ -124,13 +104,11 @@ def hier(
             shots=shots,
             timing=Timing(new_tokens, repeats, budget_s, SAMPLING),
             mode=mode,
-            sampler=sampler,
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        where = provenance(loaded.device, backend=backend_of_environment())
-        rows = run(cases, levels, bench.measure, provenance=where, out=out)
-    report_workload(rows, out, levels_table, draw_levels)
+        rows = measured(cases, levels, bench, out)
+    report_workload(rows, out, levels_page, draw_levels)
 
 
 @app.command(epilog=_NOTE)
@@ -139,24 +117,15 @@ def hier(
 def longqa(
     model: ModelOptions,
     tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that all rows share: the text with its facts, then the solved questions.",
-            show_default=f"{_TOKENS}, or all of --document",
-            min=1,
-        ),
-    ] = None,
-    document: Annotated[
-        Path | None,
-        typer.Option(help="A UTF-8 text file whose sentences hide the facts.", show_default="made", dir_okay=False),
-    ] = None,
-    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = _QUESTION_SHOTS,
+        int,
+        typer.Option(help="Tokens that all rows share: the text with its facts, then the solved questions.", min=1),
+    ] = 1024,
+    shots: Annotated[int, typer.Option(help="Solved questions after the text.", min=0)] = 5,
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
     way: Annotated[list[str] | None, repeatable(WAYS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
-    seed: Annotated[int, typer.Option(help="The same seed makes the same facts and the same text.")] = 0,
     mode: Mode = "auto",
     repeats: Repeats = 3,
     out: CsvFile = Path("runs/longqa.csv"),
@@ -173,9 +142,6 @@ def longqa(
 
     Examples:
 
-        python -m benchmarks workloads longqa
-        python -m benchmarks workloads longqa --model MODEL --document book.txt \\
-            --tokens 20000 --questions 1,16,256
         python -m benchmarks workloads longqa --model shape:8b-gqa --tokens 20000 \\
             --questions 64,512 --new-tokens 64
     """
@@ -184,29 +150,24 @@ def longqa(
     ways = [one for one in WAYS if one in chosen]
     check_enable_options(mode=mode)
     model.check()
-    prose = None if document is None else _text(document)
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
         from ..workloads.document import make_document
         from ..workloads.measure import QuestionsBench, Timing
-        from ..workloads.tables import questions_table
+        from ..workloads.tables import questions_page
 
-        length = _TOKENS if tokens is None and prose is None else tokens
         bench = QuestionsBench(
             loaded,
             tokenizer,
-            make_document(
-                lambda text: len(tokenizer(text, verbose=False).input_ids), length, shots=shots, seed=seed, prose=prose
-            ),
+            make_document(lambda text: len(tokenizer(text, verbose=False).input_ids), tokens, shots=shots),
             name=model.model,
-            document_name=f"made from seed {seed}" if document is None else document.name,
+            document_name="made from seed 0",
             timing=Timing(new_tokens, repeats, budget_s, GREEDY),
             mode=mode,
         )
         cases = [bench.case(number) for number in wanted]
-        where = provenance(loaded.device, backend=backend_of_environment())
-        rows = run(cases, ways, bench.measure, provenance=where, out=out)
-    report_workload(rows, out, questions_table, draw_questions)
+        rows = measured(cases, ways, bench, out)
+    report_workload(rows, out, questions_page, draw_questions)
 
 
 @contextmanager
@@ -218,13 +179,3 @@ def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]
     with quiet_libraries():
         loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
         yield loaded, tokenizer, _BUDGET_S.get(loaded.device.type, _BUDGET_S["cuda"])
-
-
-def _text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read --document {path}: {one_line(error)}; name a UTF-8 text file") from error
-    if not text.strip():
-        raise InputError(f"--document {path} is empty; name a text of some sentences, or leave it out")
-    return text

@@ -18,8 +18,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
-from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.calls import collect, seeded, what_ran
+from hf_fastdecode.measurement.calls import seeded, what_ran
 from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 from hf_fastdecode.measurement.shapes import SHAPES, random_model
 from hf_fastdecode.model_loading import load_weights
@@ -56,23 +55,6 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
     end = model.generation_config.eos_token_id
     model.generation_config = GenerationConfig(pad_token_id=end[0] if isinstance(end, list) else end or 0)
     return model
-
-
-class LatestModel:
-    """Loads models on a device, and keeps the latest until another is asked for."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.held: tuple[tuple[str, str, str | None], PreTrainedModel] | None = None
-
-    def of(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
-        """The model of a case and a way, see `load`."""
-        key = case.shape, case.dtype, way.slim
-        if self.held is None or self.held[0] != key:
-            self.held = None
-            collect()
-            self.held = key, load(case.shape, self.device, getattr(torch, case.dtype), way.slim)
-        return self.held[1]
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
@@ -129,37 +111,12 @@ def caller(
     return call
 
 
-def batch_caller(model: PreTrainedModel, case: GenerateCase) -> Callable[..., Any]:
-    """Like `caller`, by continuous batching; NotAvailableError where transformers has none, or rows finish apart."""
-    if not hasattr(model, "generate_batch") or case.finish or case.shape in INPUT_SHAPES:
-        raise NotAvailableError("generate_batch does not take this case")
-    ids: Tensor = given_of(case.shape).arguments(model, case)["input_ids"]
-    prompts = ids.repeat_interleave(case.samples // case.prompts, 0).tolist()
-
-    def call(new_tokens: int) -> Any:
-        config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=-1, pad_token_id=0, **SAMPLING)
-        found = model.generate_batch(prompts, generation_config=config)
-        drawn = [len(output.generated_tokens) for output in found.values()]
-        if drawn != [new_tokens] * case.samples:
-            raise RuntimeError(f"generate_batch drew {sorted(set(drawn))} tokens for {len(drawn)} samples")
-        return found
-
-    return call
-
-
 _ROWS, _TOKENS = 8, 24
 _TEXT = GenerateCase("tiny", 200, _ROWS, _TOKENS)
 
 
 def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: GenerateCase = _TEXT) -> str | None:
-    """Check one of our ways on a tiny random model; returns None when it is right, else a measurement's status.
-
-    Args:
-        way: The way.
-        device: Where it runs.
-        dtype: The dtype in which it is measured.
-        case: Of a tiny shape, see `small_case`.
-    """
+    """Check one of our ways on a tiny random model (see `small_case`); None when it is right, else a status."""
     # Who draws is not checked here: the fast sampler keeps no logits, and has tests of its own. So have rows that
     # wait, of which no logits are returned.
     kept = {name: value for name, value in (way.enable or {}).items() if name not in ("sampler", "max_rows")}

@@ -1,7 +1,4 @@
-"""Whole calls of `generate` and growing completions as data: the cases, and the names of the ways.
-
-Nothing here needs torch, so that the command line can list them at once.
-"""
+"""Whole calls of `generate` and growing completions as data, without torch: the cases, and the names of the ways."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from itertools import count, pairwise
 from math import gcd, log
 from typing import Any, Final
 
-from hf_fastdecode.generation.options import CHOICES, Options
+from hf_fastdecode.generation.options import Options
 from hf_fastdecode.measurement.rows import Case
 
 WAYS: dict[str, str] = {
@@ -25,7 +22,6 @@ WAYS: dict[str, str] = {
     "stock-beams": "transformers' beam search, with as many beams as samples",
     "stock-lookup": "transformers' prompt lookup, 8 tokens at a time; one sample only",
     "stock-hidden-states": "stock with output_hidden_states",
-    "generate_batch": "transformers' continuous batching, for a few steps (it is slow)",
     "shared": "hf_fastdecode.enable(model), as it is",
     "slim-k": "the same with a slim model of this shape: what one row alone has is stored as keys only",
     "slim-k+r": "the same as keys and d/8 V-coordinates",
@@ -37,8 +33,6 @@ WAYS: dict[str, str] = {
     "shared-no-attention": "the ceiling of shared: the same loop, attention left out",
     "eager-no-attention": "the ceiling of eager",
     "graph-no-attention": "the ceiling of graph",
-    "eager-bifurcated": "the eager loop with Bifurcated's einsums for attention (one prompt only)",
-    "eager-hydragen": "the eager loop with Hydragen's two calls for attention",
 }
 """Ways and what they are. ``+name=value`` after one of ours passes an option to `enable`: ``graph+sampler=fast``."""
 
@@ -46,7 +40,7 @@ LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
 
 _STOCK_WAYS = (
-    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "generate_batch"),
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r"),
     *(f"stock-{name}" for name in LOOPS),
     *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
 )
@@ -57,7 +51,7 @@ DEFAULT_WAYS = (
 )
 
 
-def parse_way(name: str) -> tuple[str, dict[str, str]]:
+def parse_way(name: str) -> tuple[str, dict[str, Any]]:
     """The way and the options of a name such as ``graph+sampler=fast``; ValueError where one is unknown."""
     base = max((way for way in WAYS if f"{name}+".startswith(f"{way}+")), key=len, default=name.partition("+")[0])
     options = name.removeprefix(base).split("+")[1:]
@@ -67,15 +61,18 @@ def parse_way(name: str) -> tuple[str, dict[str, str]]:
         raise ValueError(
             f"options are written NAME=VALUE behind one of ours, such as graph+sampler=fast, got {name!r}"
         )
-    given = {key: value for key, _, value in (option.partition("=") for option in options)}
+    given = {key: _value(value) for key, _, value in (option.partition("=") for option in options)}
     named_by_mode = not base.startswith("slim") and base not in LOOPS  # others have a way for each mode
     names = [field.name for field in fields(Options) if field.name != "mode" or not named_by_mode]
-    for key, value in given.items():
-        if key not in names:
-            raise ValueError(f"an option of a way is one of {', '.join(names)}, got {key!r} in {name!r}")
-        if value not in (known := list(map(str, CHOICES.get(key, (value,))))):
-            raise ValueError(f"{key} must be one of {', '.join(known)}, got {value!r}")
+    if unknown := next((key for key in given if key not in names), None):
+        raise ValueError(f"an option of a way is one of {', '.join(names)}, got {unknown!r} in {name!r}")
+    if given:
+        Options(**given)
     return base, given
+
+
+def _value(text: str) -> Any:
+    return text == "True" if text in ("True", "False") else int(text) if text.isdecimal() else text
 
 
 TREE: Final = " tree "
@@ -122,23 +119,18 @@ class PromptTree:
 class GenerateCase(Case):
     """One setting: `samples` completions of up to `new_tokens` tokens after a prompt of `context` tokens.
 
-    Attributes:
-        shape: A named shape, ``embedded``, or a checkpoint's path or hub id.
-        context: Tokens of the prompt, those that stand for an image among them; with an encoder, those it encodes.
-        dtype: Dtype of weights and cache.
-        finish: ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`. ``~MEAN``: after
-            MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`. Empty:
-            every row runs to the end.
-        tree: The prompts, when there are several that share; `context` tokens each, `samples` rows in all.
+    `finish` is ``FROM-TO``: rows end after FROM to TO tokens, spread evenly, TO being `new_tokens`; ``~MEAN``: after
+    MEAN tokens on average, spread as where each token may be the last, the longest after `new_tokens`; or empty: every
+    row runs to the end.
     """
 
-    shape: str
-    context: int
+    shape: str  # a named shape, ``embedded``, or a checkpoint's path or hub id
+    context: int  # tokens of the prompt, those of an image among them; with an encoder, those it encodes
     samples: int
     new_tokens: int
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of weights and cache
     finish: str = ""
-    tree: PromptTree | None = None
+    tree: PromptTree | None = None  # several prompts that share, of `context` tokens each; `samples` rows in all
 
     def __post_init__(self) -> None:
         if min(self.context, self.samples) < 1 or self.new_tokens < 2:

@@ -1,8 +1,4 @@
-"""The first calls of a fresh process, which compile kernels and capture steps.
-
-Each way of a case runs in a process of its own, with the caches of Triton and Inductor in a temporary folder: an
-empty one (cold), or one that an earlier process of the same kind has filled (warm).
-"""
+"""First calls of fresh processes, which compile and capture, with empty caches on disk or those of an earlier one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Inputs of a call of `generate` by shape: token ids, or for models with an encoder or images more.
-
-The bench knows nothing else of an encoder or of images: ways, their check and times are the same for all.
-"""
+"""Inputs of a call of `generate` by shape: token ids, or for models with an encoder or images more."""
 
 from __future__ import annotations
 
@@ -24,14 +21,11 @@ _MERGED: Final = 2  # patches along each side that become a token
 
 
 class TokenIds:
-    """Random token ids; of a tree, prompts that share what it says. Other inputs override what differs.
+    """Random token ids; of a tree, prompts that share what it says. Other inputs override what differs."""
 
-    Attributes:
-        returns_cache: Whether calls can return their whole cache, those of an enabled model sharing context all the
-            same.
-    """
-
-    returns_cache: ClassVar = True
+    returns_cache: ClassVar = (
+        True  # whether calls can return their whole cache, an enabled model's sharing all the same
+    )
 
     def check(self, case: GenerateCase) -> None:
         """Refuse, by an InputError, a case for which there is no such input."""
@@ -41,10 +35,7 @@ class TokenIds:
         return case.context
 
     def arguments(self, model: PreTrainedModel, case: GenerateCase) -> dict[str, Any]:
-        """Arguments of `generate`, tensors with one row per prompt.
-
-        Ids ``[prompts, context]``, no two of which go on alike after what all share, and a mask of ones.
-        """
+        """Arguments of `generate`: ids ``[prompts, context]``, distinct after what all share, and a mask of ones."""
         import torch
 
         generator, vocabulary = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
@@ -62,10 +53,7 @@ class TokenIds:
         return arguments | {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
-        """Logits that the tokens drawn after a case's one prompt were chosen by, of one pass without a cache.
-
-        For tokens ``[rows, tokens]`` int64 ``[rows, tokens, vocabulary]``.
-        """
+        """``[rows, tokens, vocabulary]``: logits, of one pass, that drawn tokens ``[rows, tokens]`` were chosen by."""
         ids = _followed(self.arguments(model, case)["input_ids"], drawn)
         found: Tensor = model(ids).logits[:, case.context - 1 :]
         return found
@@ -92,15 +80,10 @@ class EncodedText(_WithoutTrees):
 
 @dataclass(frozen=True)
 class Recording(_WithoutTrees):
-    """One recording of 30 seconds for Whisper's own `generate`: random features, English, transcribed.
+    """One recording of 30 seconds for Whisper's own `generate`: random features, English, transcribed."""
 
-    Attributes:
-        positions: Tokens of the encoder's output, to which features are padded always; the case's context.
-        most_tokens: The decoder's positions.
-    """
-
-    positions: int
-    most_tokens: int
+    positions: int  # of the encoder's output, to which features are padded always: the case's context
+    most_tokens: int  # positions of the decoder
     returns_cache: ClassVar = False  # of beams Whisper returns that of the best alone, of enabled models none
 
     def check(self, case: GenerateCase) -> None:
@@ -125,10 +108,9 @@ class Recording(_WithoutTrees):
         return {**self._features(model), "language": "en", "task": "transcribe"}
 
     def drawing(self, arguments: dict[str, Any], new_tokens: int) -> dict[str, Any]:
-        """For a beam search ask for the best transcript only: Whisper's `generate` searches again for each one.
+        """Lengths, since numbers of new tokens would be warned of; Whisper adds the beginning to the longest itself.
 
-        Numbers of new tokens would be warned of in each call, beside the lengths that Whisper's `generate` fills in
-        when there are none. It adds the beginning to the longest itself.
+        Of a beam search the best transcript only: Whisper's `generate` searches again for each one.
         """
         lengths = {"max_length": new_tokens, "min_length": _BEGIN + new_tokens}
         return arguments | lengths | ({"num_return_sequences": 1} if "num_beams" in arguments else {})
@@ -151,20 +133,13 @@ class Recording(_WithoutTrees):
 
 @dataclass(frozen=True)
 class OneImage(_WithoutTrees):
-    """An image of random values among random token ids, as Qwen-VL's processors give one: patches, and their grid.
+    """An image of random values among random token ids, as Qwen-VL's processors give it; the context counts both."""
 
-    The case's context counts the tokens of both.
-
-    Attributes:
-        side: Patches along each side; four of them are a token of the prompt.
-    """
-
-    side: int
+    side: int  # patches along each side; four of them are a token of the prompt
     returns_cache: ClassVar = False  # tokens alone do not say what it is of
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt that stand for the image."""
         return (self.side // _MERGED) ** 2
 
     def check(self, case: GenerateCase) -> None:

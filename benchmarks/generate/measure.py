@@ -24,30 +24,14 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.generation.decoding.stopping import HostStoppingCriteria
 from hf_fastdecode.generation.report import CallReport
-from hf_fastdecode.measurement.calls import (
-    begin_peak,
-    collect,
-    counted_tokens,
-    guarded,
-    idle_time,
-    peak_over,
-    percentiles,
-    prefill_and_decode,
-    seeded,
-    step_columns,
-    synchronize,
-    wall_samples,
-    wall_seconds,
-    what_ran,
-)
+from hf_fastdecode.measurement import calls as timed
 
+from ..latest import Latest
 from ..operator_time import measure_ceilings
-from .calls import LatestModel, batch_caller, caller, check_way, floor_kv_bytes, kv_bytes_per_token, small_case
+from .calls import caller, check_way, floor_kv_bytes, kv_bytes_per_token, load, small_case
 from .cases import CompletionCase, GenerateCase
 from .shapes import given_of
 from .ways import GenerateWay, find_way, using
-
-_BATCH_STEPS = 4  # steps timed of `generate_batch`
 
 
 class Bench:
@@ -55,8 +39,13 @@ class Bench:
 
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
-        self._model = LatestModel(device)
+        self._model: Latest[PreTrainedModel] = Latest()
         self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
+
+    def model(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        key = case.shape, case.dtype, way.slim
+        return self._model.of(key, lambda: load(case.shape, self.device, dtype, way.slim))
 
     def red(self, case: GenerateCase, way_name: str) -> str | None:
         """Why a way must not be measured: its check found it wrong, or it does not run at all."""
@@ -101,54 +90,58 @@ class GenerateBench(Bench):
             red = self.red(case, way_name)
         if red:
             return dict.fromkeys(_COLUMNS) | {"status": red}
-        return guarded(_COLUMNS, lambda: self._measured(self._model.of(case, way), case, way))
+        return timed.guarded(_COLUMNS, lambda: self._measured(self.model(case, way), case, way))
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
-        call = batch_caller(model, case) if way.batch else caller(model, case, way)
-        most = min(case.new_tokens, 1 + _BATCH_STEPS) if way.batch else case.new_tokens
+        call, most = caller(model, case, way), case.new_tokens
         compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
         stock = None
         if compare:
-            with seeded(self.device):
-                stock = caller(model, case, replace(way, enable=None, attention=None))(most)
-        collect()
-        before = begin_peak(self.device)
+            with timed.seeded(self.device):
+                stock = caller(model, case, replace(way, enable=None))(most)
+        timed.collect()
+        before = timed.begin_peak(self.device)
         with using(model, way):
             first: list[Tensor] = []
-            with seeded(self.device):
-                first_call = wall_seconds(lambda: first.append(call(most)), self.device)
+            with timed.seeded(self.device):
+                first_call = timed.wall_seconds(lambda: first.append(call(most)), self.device)
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
             slow = first_call > self.budget_s
             if not slow:
                 call(1)
-            if not (slow or way.hooks or way.batch):
+            if not (slow or way.hooks):
                 call(most)  # compilers record in the second call
-            prefills, decodes, whole = prefill_and_decode(
+            prefills, decodes, whole = timed.prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
             )
-            peak = peak_over(self.device, before)
+            peak = timed.peak_over(self.device, before)
             last = None if way.enable is None else fd.explain(model).last_call
-            parts = way.batch or (last is not None and last.rows_at_once > 0)  # of which no call returns its cache
-            ran = None if way.enable is None else what_ran(model)
+            parts = last is not None and last.rows_at_once > 0  # of which no call returns its cache
+            ran = None if way.enable is None else timed.what_ran(model)
             memory = {} if parts else self._memory(model, case, way, call, last, slow=slow)
         memory["peak_bytes"] = peak
-        drawn = case.samples * (most - 1) if way.batch else sum(case.lengths()) - case.samples
-        result = step_columns(decodes, most - 1, drawn) | {"first_call_s": first_call, "ran": ran, "steps": most - 1}
-        if way.attention is not None:
+        drawn = sum(case.lengths()) - case.samples
+        result = timed.step_columns(decodes, most - 1, drawn) | {
+            "first_call_s": first_call,
+            "ran": ran,
+            "steps": most - 1,
+        }
+        if not way.attention:
             return result
-        result |= {"prefill_s": percentiles(prefills).p50, "single_prefill_s": self._single_prefill(model, case, way)}
-        if most < case.new_tokens:
-            return result | memory
-        return result | {"total_s": percentiles(whole).p50} | memory
+        result |= {
+            "prefill_s": timed.percentiles(prefills).p50,
+            "single_prefill_s": self._single_prefill(model, case, way),
+        }
+        return result | {"total_s": timed.percentiles(whole).p50} | memory
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:
         key = case.shape, case.dtype, way.slim, case.context
         if key not in self._single_prefills:
             call = caller(model, GenerateCase(case.shape, case.context, 1, case.new_tokens, case.dtype), GenerateWay())
             call(1)
-            samples = wall_samples(lambda: call(1), self.device, repeats=self.repeats, budget_s=self.budget_s)
-            self._single_prefills[key] = percentiles(samples).p50
+            samples = timed.wall_samples(lambda: call(1), self.device, repeats=self.repeats, budget_s=self.budget_s)
+            self._single_prefills[key] = timed.percentiles(samples).p50
         return self._single_prefills[key]
 
     def _memory(
@@ -167,7 +160,7 @@ class GenerateBench(Bench):
         decoder: Any = model.get_decoder() if model.config.is_encoder_decoder else model
         counting: AbstractContextManager[list[int]] = nullcontext([])
         if counts:
-            counting = counted_tokens(decoder.get_input_embeddings())
+            counting = timed.counted_tokens(decoder.get_input_embeddings())
         with counting as counted:
             held = None if last is None else last.nbytes.allocated
             if (given_of(case.shape).returns_cache and not slow) or (last is None and not way.beams):
@@ -214,8 +207,8 @@ class CompletionBench(Bench):
         key = case.call, case.marks, way_name
         if key not in self._timed:  # once for all spans of the call
             red = self.red(case.call, way_name)
-            timed = lambda: self._timed_call(case, find_way(way_name))  # noqa: E731
-            self._timed[key] = {"status": red} if red else guarded((), timed)
+            measure = lambda: self._timed_call(case, find_way(way_name))  # noqa: E731
+            self._timed[key] = {"status": red} if red else timed.guarded((), measure)
         found = dict(self._timed[key])
         times, bytes_per_token = found.pop("times", {}), found.pop("bytes_per_token", 0)
         result = dict.fromkeys(_SPAN_COLUMNS) | found
@@ -231,23 +224,23 @@ class CompletionBench(Bench):
         return measure_ceilings(self.device).bytes_per_s
 
     def _timed_call(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
-        model = self._model.of(case.call, way)
-        collect()
-        before = begin_peak(self.device)
+        model = self.model(case.call, way)
+        timed.collect()
+        before = timed.begin_peak(self.device)
         with using(model, way):
             call = caller(model, case.call, way)
             for _ in range(1 + way.compiles):  # compilers record in the second call
                 call(_WARM_UP)
-            collect()
-            begin_peak(self.device)
+            timed.collect()
+            timed.begin_peak(self.device)
             clock = StepClock(case.call.context, case.marks, self.device, self.budget_s)
-            with seeded(self.device):
+            with timed.seeded(self.device):
                 caller(model, case.call, way, stopping=clock)(case.call.new_tokens)
-            ran = None if way.enable is None else what_ran(model)
+            ran = None if way.enable is None else timed.what_ran(model)
         return {
             "times": clock.ms_per_step(),
             "bytes_per_token": kv_bytes_per_token(model),
-            "peak_bytes": peak_over(self.device, before),
+            "peak_bytes": timed.peak_over(self.device, before),
             "ran": ran,
         }
 
@@ -273,13 +266,13 @@ class StepClock(HostStoppingCriteria):
             self._taken[tokens] = self._now()
         if tokens % _STEPS_BETWEEN_LOOKS:
             return False
-        now = idle_time(self.device)
+        now = timed.idle_time(self.device)
         self._start = self._start or now
         return now - self._start > self.budget_s
 
     def ms_per_step(self) -> dict[tuple[int, int], float]:
         """Milliseconds of a step in each span that was finished."""
-        synchronize(self.device)
+        timed.synchronize(self.device)
         return {
             (first, last): self._ms(self._taken[first], self._taken[last]) / (last - first)
             for first, last in pairwise(self.marks)

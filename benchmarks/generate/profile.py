@@ -1,8 +1,4 @@
-"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses.
-
-A call of one new token and a whole call are timed, then each runs once more under PyTorch's profiler. What the whole
-call has more, divided by its steps, is a step.
-"""
+"""Breakdown of the GPU time of a first token and of a step: kernels by what they compute, and pauses."""
 
 from __future__ import annotations
 
@@ -119,7 +115,7 @@ class ProfileBench(Bench):
         return guarded(_COLUMNS, profiled)
 
     def _profiled(self, case: GenerateCase, way: GenerateWay) -> dict[str, dict[str, Any]]:
-        model = self._model.of(case, way)
+        model = self.model(case, way)
         call, steps = caller(model, case, way), case.new_tokens - 1
         with using(model, way):
             for count in (case.new_tokens, 1, case.new_tokens):  # compiles, captures

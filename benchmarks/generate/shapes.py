@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,25 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InputShape:
-    """A model's config, and what its calls are given.
-
-    Attributes:
-        model_type: transformers' name of the architecture.
-        auto_class: transformers' class that makes the model of the config.
-        fields: Fields of the config.
-        given: What a call is given.
-        context: Tokens of an input, for the check of ways and for examples.
-        small: The shape of the same kind that ways are checked with.
-        settings: Fields of the generation config.
-    """
+    """A model's config, and what its calls are given."""
 
     model_type: str
-    auto_class: str
+    auto_class: str  # transformers' class that makes the model of the config
     fields: Mapping[str, Any]
     given: TokenIds
-    context: int
-    small: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    context: int  # tokens of an input, for the check of ways
+    small: str  # the shape of the same kind that ways are checked with
+    settings: Mapping[str, Any] = field(default_factory=dict)  # fields of the generation config
 
     def model(self, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
         """A model with random weights, in eval mode, that never stops by itself within `min_new_tokens`."""
@@ -110,15 +100,18 @@ _NO_SPEECH: Final = (
 )
 
 
-def _qwen3_vl(text: Mapping[str, Any], sections: list[int], vision: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+_TEXT: Final = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_HEADS: Final = ("num_attention_heads", "num_key_value_heads", "head_dim")
+_VISION: Final = ("depth", "hidden_size", "intermediate_size", "num_heads", "deepstack_visual_indexes")
+
+
+def _qwen3_vl(text: Sequence[int], sections: list[int], vision: Sequence[Any], **more: Any) -> dict[str, Any]:
     """The fields of a Qwen3-VL, by those of its two parts and the numbers of angles of each position plane."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
-    return {
-        "text_config": {**text, "rope_parameters": rope},
-        "vision_config": {**vision, "out_hidden_size": text["hidden_size"]},
-        "tie_word_embeddings": True,
-        **more,
-    }
+    own = dict(zip((*_TEXT, *_HEADS), text, strict=True))
+    seen = dict(zip(_VISION, vision, strict=True)) | {"out_hidden_size": own["hidden_size"]}
+    text_config = {**own, "max_position_embeddings": 262144, "rope_parameters": rope}
+    return {"text_config": text_config, "vision_config": seen, "tie_word_embeddings": True, **more}
 
 
 _SPEECH, _SEQUENCES, _IMAGES = "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
@@ -141,26 +134,7 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
     ),
     "qwen3-vl-2b": InputShape(
         *("qwen3_vl", _IMAGES),
-        _qwen3_vl(
-            {
-                "vocab_size": 151936,
-                "hidden_size": 2048,
-                "intermediate_size": 6144,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-                "head_dim": 128,
-                "max_position_embeddings": 262144,
-            },
-            [24, 20, 20],
-            {
-                "depth": 24,
-                "hidden_size": 1024,
-                "intermediate_size": 4096,
-                "num_heads": 16,
-                "deepstack_visual_indexes": [5, 11, 17],
-            },
-        ),
+        _qwen3_vl((151936, 2048, 6144, 28, 16, 8, 128), [24, 20, 20], (24, 1024, 4096, 16, [5, 11, 17])),
         given=OneImage(64),
         context=1126,
         small="tiny-qwen3-vl",
@@ -183,23 +157,9 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
     "tiny-qwen3-vl": InputShape(
         *("qwen3_vl", _IMAGES),
         _qwen3_vl(
-            {
-                "vocab_size": 512,
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 32,
-            },
+            (512, 128, 256, 2, 4, 2, 32),
             [6, 5, 5],
-            {
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_heads": 2,
-                "deepstack_visual_indexes": [0],
-            },
+            (2, 64, 128, 2, [0]),
             **{"vision_start_token_id": 508, "vision_end_token_id": 509, "image_token_id": 510, "video_token_id": 511},
         ),
         given=OneImage(8),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
@@ -75,17 +75,17 @@ def finish_table(rows: Sequence[Measurement]) -> str:
     """Seconds of decoding when rows finish one after another, beside all rows running to the end, if measured."""
     pairs: dict[tuple[str, ...], dict[bool, Measurement]] = {}
     for row in rows:
-        if "-" in row.get("finish", ""):
-            first, _, last = row["finish"].partition("-")
+        first, spread, last = row.get("finish", "").partition("-")
+        if spread:
             key = tuple(row[name] for name in ("shape", "context", "samples", "new_tokens", "way"))
             pairs.setdefault(key, {})[first == last] = row
     lines = []
-    for (shape, context, samples, _, way), pair in pairs.items():
+    for (shape, context, samples, new_tokens, way), pair in pairs.items():
         if len(pair) < 2:
             continue
-        whole, apart = _decoding(pair[True]), _decoding(pair[False])
-        ratio = f"{apart / whole:.2f}" if whole and apart else ""
-        shown = [f"{seconds:.2f} s" if seconds else "" for seconds in (whole, apart)]
+        times = [float(pair[whole].get("ms_per_step") or 0) * (int(new_tokens) - 1) / 1e3 for whole in (True, False)]
+        shown = [f"{seconds:.2f} s" if seconds else "" for seconds in times]
+        ratio = f"{times[1] / times[0]:.2f}" if all(times) else ""
         lines.append([shape, f"{int(context):,}", samples, way, *shown, ratio])
     return markdown(["model", "context", "n", "way", "all to the end", "rows finish", "ratio"], lines) if lines else ""
 
@@ -94,10 +94,9 @@ def many_rows_table(rows: Sequence[Measurement]) -> str:
     """Seconds of whole calls of many rows, most of which may end early, tokens a second, and what ran, in each way."""
     lines = []
     for row in rows:
-        seconds = float(row["total_s"]) if row["status"] == "ok" else None
         shown = [row["status"], "", ""]
-        if seconds:
-            shown = [f"{seconds:.2f} s", f"{float(row['tokens_per_s']):,.0f}", row["ran"]]
+        if row["status"] == "ok":
+            shown = [f"{float(row['total_s']):.2f} s", f"{float(row['tokens_per_s']):,.0f}", row["ran"]]
         mean = row["finish"].removeprefix("~") or row["new_tokens"]
         lines.append([row["shape"], *_point(row), f"{mean} of {row['new_tokens']}", row["way"], *shown])
     names = ["model", "context", "n", "mean tokens, of at most", "way", "whole call", "tokens/s", "what ran"]
@@ -161,24 +160,18 @@ _PROFILE = ("model", "context", "n", "of", "way", "clock", "busy", *KINDS, "laun
 
 
 def stock_beside_shared(rows: Sequence[Measurement]) -> str:
-    """One line for each case, stock → ours, and where it was measured, vLLM.
-
-    Ours alone, where stock was not measured.
-    """
+    """One line for each case, stock → ours, or ours alone, and where it was measured, vLLM."""
     vllm = any(row["way"] == "vllm" for row in rows)
     lines = []
     for ways in cases_of(rows):
         if (shared := _ours(ways)) is None:
             continue
         stock = ways.get("stock")
-        cells = [
-            *(shared["shape"], *_point(shared)),
-            _change(stock, shared, "prefill_s", lambda value: f"{value:.2f} s"),
-            _change(stock, shared, "ms_per_step", lambda value: f"{value:.1f} ms"),
-            _change(stock, shared, "total_s", lambda value: f"{value:.2f} s"),
-            _speed_up(stock, shared),
-            _stored(stock, shared),
-        ]
+        times = (("prefill_s", 2, "s"), ("ms_per_step", 1, "ms"), ("total_s", 2, "s"))
+        cells = [shared["shape"], *_point(shared), *(_change(stock, shared, *one) for one in times)]
+        gains = stock is not None and stock["status"] == "ok"
+        cells.append(f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock and gains else "")
+        cells.append(_stored(stock, shared))
         lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
     names = ["model", "context", "n", "time to first token", "a step", "whole call", "speed-up", "KV cache"]
     names += ["vLLM: first token; a step; whole call"] if vllm else []
@@ -303,29 +296,18 @@ def _model_type(row: Measurement) -> str | None:
     return SHAPES[shape]["model_type"] if shape in SHAPES else None
 
 
-def _speed_up(stock: Measurement | None, shared: Measurement) -> str:
-    if stock is None or stock["status"] != "ok":
-        return ""
-    return f"{float(stock['total_s']) / float(shared['total_s']):.1f}x"
-
-
-def _change(stock: Measurement | None, shared: Measurement, column: str, shown: Callable[[float], str]) -> str:
+def _change(stock: Measurement | None, shared: Measurement, column: str, digits: int, unit: str) -> str:
+    after = f"{float(shared[column]):.{digits}f} {unit}"
     if stock is None:
-        return shown(float(shared[column]))
-    before = "out of memory" if stock["status"] != "ok" else shown(float(stock[column]))
-    return f"{before} → {shown(float(shared[column]))}"
+        return after
+    before = "out of memory" if stock["status"] != "ok" else f"{float(stock[column]):.{digits}f} {unit}"
+    return f"{before} → {after}"
 
 
 def _share(row: Measurement | None, ceiling: Measurement | None) -> str:
     if row is None or ceiling is None or not (row.get("ms_per_step") and ceiling.get("ms_per_step")):
         return ""
     return f"{float(ceiling['ms_per_step']) / float(row['ms_per_step']):.0%}"
-
-
-def _decoding(row: Measurement) -> float | None:
-    if not row.get("ms_per_step"):
-        return None
-    return float(row["ms_per_step"]) * (int(row["new_tokens"]) - 1) / 1e3
 
 
 def _model(row: Measurement) -> str:

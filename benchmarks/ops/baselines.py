@@ -66,15 +66,10 @@ def bifurcated(query: Tensor, context: Segment, own: Segment, scale: float) -> T
 
 @dataclass(frozen=True)
 class TwoCalls:
-    """Attention over nodes and over suffixes in separate fused calls, merged.
+    """Attention over nodes and over suffixes in separate fused calls, merged."""
 
-    Attributes:
-        operator: What attends to the nodes: ``flash`` or ``cudnn``. Suffixes are flash's: cuDNN plans each length.
-        pack: Lay the query heads of a group side by side as queries of their KV head; else the operator pairs them.
-    """
-
-    operator: str
-    pack: bool
+    operator: str  # for nodes, flash or cudnn; suffixes are flash's: cuDNN plans each length
+    pack: bool  # lay the query heads of a group side by side as queries of their KV head; else the operator pairs them
 
     def __call__(self, query: Tensor, levels: Sequence[Sequence[NodeBatch]], own: Segment, scale: float) -> Tensor:
         """Attend one query a row: ``[rows, heads, 1, head_dim]``, as the queries.
@@ -115,10 +110,7 @@ def _merged(parts: Sequence[OutAndLse]) -> Tensor:
 
 
 def attend_to_copies(inputs: OpInputs) -> Callable[[], Tensor]:
-    """Plain decoding: copies each row's context (now), and returns a call that attends to the copies.
-
-    Rows with contexts of different length are separate calls, one for each length.
-    """
+    """Copies each row's context (now), and returns a call that attends to them: one for each length of a context."""
     lengths = inputs.case.context_lengths
     calls = []
     for length in dict.fromkeys(lengths):

@@ -1,7 +1,4 @@
-"""Operator cases as data: one decode step of one attention layer, and the named sets of them.
-
-Nothing here needs torch, so that the command line can list the sets at once.
-"""
+"""Operator cases as data, without torch: one decode step of one attention layer, and the named sets of them."""
 
 from __future__ import annotations
 
@@ -25,19 +22,12 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class OpCase(Case):
-    """One decode step of one layer: every row asks one query of its nodes and of its own suffix.
-
-    Attributes:
-        name: What names the case in rows and options.
-        rows: Sequences being decoded.
-        nodes: The shared context; each depth covers all rows without a gap, or there are no nodes.
-        suffix: Tokens that each row holds alone, the new one among them.
-    """
+    """One decode step of one layer: every row asks one query of its nodes and of its own suffix."""
 
     name: str
     rows: int
-    nodes: tuple[NodeSpec, ...]
-    suffix: int
+    nodes: tuple[NodeSpec, ...]  # the shared context; each depth covers all rows without a gap, or there are none
+    suffix: int  # tokens that each row holds alone, the new one among them
     heads: int
     kv_heads: int
     head_dim: int = 128
@@ -95,25 +85,13 @@ class OpCase(Case):
         return replace(self, nodes=())
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "case": self.name,
-            "rows": self.rows,
-            "context": self.context,
-            "suffix": self.suffix,
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-            "nodes": self._nodes_in_words(),
-        }
-
-    def _nodes_in_words(self) -> str:
-        """Such as ``1x2400+8x512``: nodes of each depth, times their tokens."""
+        """Those of a row; ``nodes`` are such as ``1x2400+8x512``: nodes of each depth, times their tokens."""
         levels = []
         for _, level in groupby(self.nodes, lambda node: node.depth):
             runs = [(length, len(list(run))) for length, run in groupby(node.length for node in level)]
             levels.append(",".join(f"{count}x{length}" for length, count in runs))
-        return "+".join(levels)
+        names = ("rows", "context", "suffix", "heads", "kv_heads", "head_dim", "dtype")
+        return {"case": self.name, **{name: getattr(self, name) for name in names}, "nodes": "+".join(levels)}
 
 
 def shared(n: int, context: int, suffix: int, heads: int, kv_heads: int, **options: Any) -> OpCase:

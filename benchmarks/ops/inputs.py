@@ -23,10 +23,7 @@ from .cases import NodeSpec, OpCase
 
 @dataclass(frozen=True)
 class NodeBatch:
-    """Neighbouring nodes of one depth with equal lengths and numbers of rows, as one batch; `row_stop` is excluded.
-
-    Keys and values are ``[nodes, kv_heads, length, head_dim]``.
-    """
+    """Neighbouring alike nodes of one depth as a batch: keys and values ``[nodes, kv_heads, length, head_dim]``."""
 
     row_start: int
     row_stop: int
@@ -36,22 +33,14 @@ class NodeBatch:
 
 @dataclass(frozen=True)
 class OpInputs:
-    """One set of inputs of a case.
-
-    Attributes:
-        forest: The nodes, end to end in one segment.
-        segment: Keys and values of all nodes, ``[kv_heads, tokens, head_dim]`` each.
-        suffix: ``[rows, kv_heads, suffix, head_dim]`` each; the last token is the new one.
-        query: ``[rows, heads, 1, head_dim]``.
-        new: Keys and values of the new token, ``[rows, kv_heads, 1, head_dim]`` each.
-    """
+    """One set of inputs of a case."""
 
     case: OpCase
-    forest: Forest
-    segment: Segment
-    suffix: Segment
-    query: Tensor
-    new: Segment
+    forest: Forest  # the nodes, end to end in one segment
+    segment: Segment  # keys and values of all nodes, [kv_heads, tokens, head_dim] each
+    suffix: Segment  # [rows, kv_heads, suffix, head_dim] each; the last token is the new one
+    query: Tensor  # [rows, heads, 1, head_dim]
+    new: Segment  # keys and values of the new token, [rows, kv_heads, 1, head_dim] each
 
     @property
     def scale(self) -> float:
@@ -142,22 +131,16 @@ _ROWS = 32  # of 1,024 with four query heads to a KV head, one of each tile of 1
 class Oracle:
     """Reference outputs for a few rows and query heads of a case, and PyTorch's own outputs.
 
-    Attributes:
-        rows, heads: Indices of those checked.
-        out: ``[rows, heads, 1, head_dim]`` fp64: the reference.
-        unit: Relative error that no way can avoid: one unit in the last place, and what a log-sum-exp of this size
-            loses as an exponent in fp32, twice.
-        fused: The same in the case's dtype by `scaled_dot_product_attention`: the yardstick.
-        eager: The same with scores stored in that dtype, as transformers' eager attention does: the yardstick of ways
-            that store them too.
+    `unit` is the relative error that no way can avoid: one unit in the last place, and what a log-sum-exp of this size
+    loses as an exponent in fp32, twice.
     """
 
-    rows: Tensor
+    rows: Tensor  # indices of those checked
     heads: Tensor
-    out: Tensor
+    out: Tensor  # [rows, heads, 1, head_dim] fp64: the reference
     unit: float
-    fused: Tensor
-    eager: Tensor
+    fused: Tensor  # the same in the case's dtype by `scaled_dot_product_attention`: the yardstick
+    eager: Tensor  # with scores stored in that dtype, as eager attention does: the yardstick of ways that do so too
 
     def error(self, actual: Tensor, yardstick: str = "fused") -> float:
         """Error of `actual` ``[all rows, all heads, 1, head_dim]`` in multiples of PyTorch's; inf when not finite.

@@ -219,6 +219,7 @@ class Sketch:
         rows, heads, _, head_dim = inputs.query.shape
         kv_heads, length = inputs.segment.keys.shape[:2]
         self.group = heads // kv_heads
+        self.constants = {"GROUP": self.group, "HEAD_DIM": head_dim, "BLOCK_N": _BLOCK_N}
         packed = rows * self.group
         self.block_m = min(128, max(16, triton.next_power_of_2(packed)))
         self.query_tiles = triton.cdiv(packed, self.block_m)
@@ -238,43 +239,18 @@ class Sketch:
         out = torch.empty(self.splits, rows, heads, head_dim, **fp32)
         lse = torch.empty(self.splits, rows, heads, **fp32)
         if self.splits:
-            numbers = (rows, kv_heads, length, self.tiles_of_split, keys.stride(0), self.inputs.scale)
-            _context_partials[(self.query_tiles, kv_heads * self.splits)](
-                query,
-                keys,
-                values,
-                out,
-                lse,
-                *numbers,
-                GROUP=self.group,
-                HEAD_DIM=head_dim,
-                BLOCK_M=self.block_m,
-                BLOCK_N=_BLOCK_N,
-                STAGES=self.stages,
-                num_warps=8 if self.block_m == 128 else 4,
-            )
+            given = (query, keys, values, out, lse, rows, kv_heads, length, self.tiles_of_split, keys.stride(0))
+            shape = {"BLOCK_M": self.block_m, "STAGES": self.stages, "num_warps": 8 if self.block_m == 128 else 4}
+            grid = (self.query_tiles, kv_heads * self.splits)
+            _context_partials[grid](*given, self.inputs.scale, **self.constants, **shape)
         return Splits(self.inputs, out, lse)
 
     def attend(self) -> torch.Tensor:
         """Both launches: ``[rows, heads, 1, head_dim]``."""
         query, (keys, values) = self.inputs.query, self.inputs.suffix
-        rows, _, _, head_dim = query.shape
-        kv_heads, length = keys.shape[1:3]
-        splits = self.attend_context()
-        out = torch.empty_like(query)
-        numbers = (rows, kv_heads, length, self.splits, self.inputs.scale)
-        _suffixes_and_merge[(rows * kv_heads,)](
-            query,
-            keys,
-            values,
-            splits.out,
-            splits.lse,
-            out,
-            *numbers,
-            GROUP=self.group,
-            HEAD_DIM=head_dim,
-            BLOCK_P=max(16, triton.next_power_of_2(self.group)),
-            BLOCK_N=_BLOCK_N,
-            num_warps=4,
-        )
+        rows, kv_heads, length, _ = keys.shape
+        splits, out = self.attend_context(), torch.empty_like(query)
+        given = (query, keys, values, splits.out, splits.lse, out, rows, kv_heads, length, self.splits)
+        shape = {"BLOCK_P": max(16, triton.next_power_of_2(self.group)), "num_warps": 4}
+        _suffixes_and_merge[(rows * kv_heads,)](*given, self.inputs.scale, **self.constants, **shape)
         return out

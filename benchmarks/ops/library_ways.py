@@ -1,22 +1,15 @@
 """Other libraries' attention as ways, planned before the timing.
 
-FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can replay:
+FlashInfer's wrappers, over pages of 16 tokens and tables that CUDA graphs can replay: `decode_calls` attends to each
+row's whole context (what rows share is stored once and read once a row, as servers do without cascade attention),
+`cascade_calls` to a level for each depth of nodes and one for the suffixes. Equal pages are stored once, those of a
+sequence one after the other. New tokens are in their positions, as for all baselines. Tokens of a case are numbered:
+those of the nodes, end to end as in their segment, then each row's suffix.
 
-- `decode_calls`: `BatchDecodeWithPagedKVCacheWrapper` over each row's whole context. Rows name the pages of what they
-  share, which are stored once and read once a row, as servers do without cascade attention.
-- `cascade_calls`: `MultiLevelCascadeAttentionWrapper`: a level for each depth of nodes, one for the suffixes.
-
-Sequences are lists of pages, as servers keep them, and equal pages are stored once. The pages of a sequence lie in
-order, one after the other. New tokens are in their places, as for all baselines.
-
-Tokens of a case are numbered: those of the nodes, end to end as in their segment, then each row's suffix.
-
-FastTree (MLSys 2025, github.com/PanZaifeng/FastTree-Artifact) is no package: its folder ``kernel_bench``, with the
-module of its Triton kernels, must be on Python's path. Every row's suffix is a leaf of its tree. Its plan joins short
-nodes with those below them, splits long ones, and sorts what is left into two launches by the number of rows; a third
-launch merges. Parameters are those of its own benchmark. Two of its limits are worked around, so that results are
-right: its plan starts at node 0 only, so several roots get an empty one above them; and it may change the query tiles
-that the kernels must run with, which its benchmark does not pass on.
+FastTree (MLSys 2025, github.com/PanZaifeng/FastTree-Artifact) is no package: its folder ``kernel_bench`` must be on
+Python's path. Every row's suffix is a leaf of its tree; parameters are those of its own benchmark. Two of its limits
+are worked around: its plan starts at node 0 only, so several roots get an empty one above them; and it may change the
+query tiles that the kernels must run with, which its benchmark does not pass on.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -72,9 +65,7 @@ def decode_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
     pool = PagePool()
     rows = whole_rows(pool, sets[0].case)
     kernels = {"CUDA cores": False, "tensor cores": True}
-    return _calls(
-        sets, pool, {name: partial(_decode, rows, tensor_cores=tensor_cores) for name, tensor_cores in kernels.items()}
-    )
+    return _calls(sets, pool, {name: partial(_decode, rows, tensor_cores=chosen) for name, chosen in kernels.items()})
 
 
 def cascade_calls(sets: Sequence[OpInputs]) -> dict[str, _Calls]:
@@ -93,55 +84,30 @@ class _Setup:
     workspace: Tensor
     layout: str
 
-    def buffer(self, table: Tensor) -> Tensor:
-        return table.to(self.inputs.query.device, copy=True)
+    def buffers(self, tables: Iterable[Tensor]) -> list[Tensor]:
+        return [table.to(self.inputs.query.device, copy=True) for table in tables]
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return self.inputs.case.heads, self.inputs.case.kv_heads, self.inputs.case.head_dim, PAGE_SIZE
-
-    @property
-    def options(self) -> dict[str, Any]:
-        dtype = self.inputs.query.dtype
-        return {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
+    def plan(self, wrapper: Any, *tables: Any) -> _Run:
+        case, dtype = self.inputs.case, self.inputs.query.dtype
+        options = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.inputs.scale}
+        wrapper.plan(*tables, case.heads, case.kv_heads, case.head_dim, PAGE_SIZE, **options)
+        run: _Run = wrapper.run
+        return run
 
 
 def _decode(rows: Sequences, setup: _Setup, *, tensor_cores: bool) -> _Run:
     wrapper = setup.flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        setup.workspace,
-        setup.layout,
-        use_cuda_graph=True,
-        use_tensor_cores=tensor_cores,
-        paged_kv_indptr_buffer=setup.buffer(rows.page_start),
-        paged_kv_indices_buffer=setup.buffer(rows.pages),
-        paged_kv_last_page_len_buffer=setup.buffer(rows.last_length),
+        setup.workspace, setup.layout, True, tensor_cores, *setup.buffers(rows[1:])
     )
-    wrapper.plan(rows.page_start, rows.pages, rows.last_length, *setup.shape, **setup.options)
-    run: _Run = wrapper.run
-    return run
+    return setup.plan(wrapper, *rows[1:])
 
 
 def _cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
+    buffers = map(list, zip(*map(setup.buffers, tables)))
     wrapper = setup.flashinfer.MultiLevelCascadeAttentionWrapper(
-        len(tables),
-        setup.workspace,
-        setup.layout,
-        use_cuda_graph=True,
-        qo_indptr_buf_arr=[setup.buffer(level.query_start) for level in tables],
-        paged_kv_indptr_buf_arr=[setup.buffer(level.page_start) for level in tables],
-        paged_kv_indices_buf_arr=[setup.buffer(level.pages) for level in tables],
-        paged_kv_last_page_len_buf_arr=[setup.buffer(level.last_length) for level in tables],
+        len(tables), setup.workspace, setup.layout, True, *buffers
     )
-    wrapper.plan(
-        [level.query_start for level in tables],
-        [level.page_start for level in tables],
-        [level.pages for level in tables],
-        [level.last_length for level in tables],
-        *setup.shape,
-        **setup.options,
-    )
-    run: _Run = wrapper.run
-    return run
+    return setup.plan(wrapper, *map(list, zip(*tables)))
 
 
 def _fa2_cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
@@ -153,18 +119,9 @@ def _fa2_cascade(tables: Sequence[Sequences], setup: _Setup) -> _Run:
     wrappers = []
     for level in tables:
         wrapper = setup.flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            setup.workspace,
-            setup.layout,
-            use_cuda_graph=True,
-            qo_indptr_buf=setup.buffer(level.query_start),
-            paged_kv_indptr_buf=setup.buffer(level.page_start),
-            paged_kv_indices_buf=setup.buffer(level.pages),
-            paged_kv_last_page_len_buf=setup.buffer(level.last_length),
-            backend="fa2",
+            setup.workspace, setup.layout, True, *setup.buffers(level), backend="fa2"
         )
-        wrapper.plan(
-            level.query_start, level.page_start, level.pages, level.last_length, *setup.shape, **setup.options
-        )
+        setup.plan(wrapper, *level)
         wrappers.append(wrapper)
     *nodes, suffixes = wrappers
     other = torch.empty_like(setup.inputs.query.squeeze(2))
@@ -221,21 +178,13 @@ def _call(run: _Run, query: Tensor, cache: tuple[Tensor, Tensor]) -> Callable[[]
     return lambda: run(queries, cache).unsqueeze(2)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Page tables of sequences, on the CPU, as int32.
+class Sequences(NamedTuple):
+    """Page tables of sequences, on the CPU, as int32, in the order of FlashInfer's arguments."""
 
-    Attributes:
-        query_start: Where each sequence's queries start, ``[sequences + 1]``; rows are queries, in order.
-        page_start: Where each sequence's pages start in `pages`, ``[sequences + 1]``.
-        pages: Numbers of the pages, sequence after sequence.
-        last_length: Tokens in each sequence's last page, ``[sequences]``; the others are full.
-    """
-
-    query_start: Tensor
-    page_start: Tensor
-    pages: Tensor
-    last_length: Tensor
+    query_start: Tensor  # [sequences + 1]: where each sequence's queries start; rows are queries, in order
+    page_start: Tensor  # [sequences + 1]: where each sequence's pages start in `pages`
+    pages: Tensor  # numbers of the pages, sequence after sequence
+    last_length: Tensor  # [sequences]: tokens in each sequence's last page; the others are full
 
 
 class PagePool:
@@ -350,16 +299,8 @@ def fasttree_calls(sets: Sequence[OpInputs]) -> dict[str, list[Callable[[], Tens
     return {layout: [_fasttree_call(fasttree, plan, inputs, layout) for inputs in sets] for layout in LAYOUTS}
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Output of `fasttree_preparation` for a case: tables and workspace, and tiles of both launches."""
-
-    tables: Sequence[Any]
-    query_tiles: Sequence[int]
-    key_tiles: Sequence[int]
-
-
-def _planned(fasttree: Any, case: OpCase) -> _Plan:
+def _planned(fasttree: Any, case: OpCase) -> tuple[Any, ...]:
+    """Output of `fasttree_preparation`, tables and workspace; then query and key tiles of both launches."""
     nodes = tree_of(case)
     params = fasttree.FastTreeParams()
     params.set_values(*_COST_WEIGHTS)
@@ -372,16 +313,15 @@ def _planned(fasttree: Any, case: OpCase) -> _Plan:
         tables, _ = fasttree.fasttree_preparation(
             nodes, first_tokens, *sizes, list(_SPLITS), *map(list, _THRESHOLDS), params
         )
-    return _Plan(tables, params.TSQs, params.TSKs)
+    return *tables, params.TSQs, params.TSKs
 
 
 def tree_of(case: OpCase) -> list[TreeNode]:
-    """The nodes by depth and the suffixes as leaves, parents first, in the order of the tokens of `tokens_of`.
-
-    Several roots are below an empty one.
-    """
-    levels = [list(level) for _, level in groupby(case.nodes, lambda node: node.depth)]
-    placed = [[(node.length, range(node.row_start, node.row_start + node.row_count)) for node in lv] for lv in levels]
+    """Nodes by depth and suffixes as leaves, parents first, in the order of `tokens_of`; roots get one above."""
+    placed = [
+        [(node.length, range(node.row_start, node.row_start + node.row_count)) for node in level]
+        for _, level in groupby(case.nodes, lambda node: node.depth)
+    ]
     placed.append([(case.suffix, range(row, row + 1)) for row in range(case.rows)])
     if len(placed[0]) > 1:
         placed.insert(0, [(0, range(case.rows))])
@@ -403,7 +343,7 @@ def tokens_of(nodes: Tensor, own: Tensor) -> Tensor:
     return torch.cat([nodes, own.transpose(0, 1).flatten(1, 2)], 1)
 
 
-def _fasttree_call(fasttree: Any, plan: _Plan, inputs: OpInputs, layout: str) -> Callable[[], Tensor]:
+def _fasttree_call(fasttree: Any, plan: tuple[Any, ...], inputs: OpInputs, layout: str) -> Callable[[], Tensor]:
     query = inputs.query.squeeze(2)
     keys, values = (
         tokens_of(nodes, own).transpose(0, 1) for nodes, own in zip(inputs.segment, inputs.suffix, strict=True)
@@ -413,9 +353,7 @@ def _fasttree_call(fasttree: Any, plan: _Plan, inputs: OpInputs, layout: str) ->
     out = torch.empty_like(query)
 
     def call() -> Tensor:
-        fasttree.fasttree_decode(
-            query, keys, values, out, *plan.tables, plan.query_tiles, plan.key_tiles, inputs.scale
-        )
+        fasttree.fasttree_decode(query, keys, values, out, *plan, inputs.scale)
         return out.unsqueeze(2)
 
     return call

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_fastdecode.measurement.calls import collect
 from hf_fastdecode.measurement.rows import NotAvailableError
 
-from ..operator_time import Ceilings, Output, in_us, measure_ceilings, time_operator
+from ..latest import Latest
+from ..operator_time import OperatorBench, Output, in_us, time_operator
 from .cases import OpCase
 from .inputs import BOUND, OpInputs, Oracle, make_inputs, make_oracle, sets_needed
 from .ways import OP_WAYS, OpWay, Unmerged
 
 
-class OpBench:
-    """Measures operators on one device; with `check`, a way is timed only if its error is within the rule."""
+class OpBench(OperatorBench):
+    """Measures operators on one device."""
 
     def __init__(self, device: torch.device, *, check: bool = True):
-        self.device, self.check = device, check
-        self._prepared: tuple[OpCase, list[OpInputs], Oracle | None] | None = None
-
-    @cached_property
-    def ceilings(self) -> Ceilings:
-        return measure_ceilings(self.device)
+        super().__init__(device, check=check)
+        self.inputs: Latest[tuple[Sequence[OpInputs], Oracle | None]] = Latest()
 
     @torch.no_grad()
     def measure(self, case: OpCase, way_name: str) -> dict[str, Any]:
@@ -40,67 +35,52 @@ class OpBench:
         """
         way = OP_WAYS[way_name]
         part = way.part(case)
-        result: dict[str, Any] = {"status": "ok", "variant": None, "us_p20": None, "us_p50": None, "us_p80": None}
-        result |= self._accounting(part)
+        itemsize = getattr(torch, part.dtype).itemsize
+        result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {
+            "status": "ok",
+            "bytes": part.bytes(itemsize),
+            "flops": part.flops,
+            "floor_us": 1e6 * self.ceilings.floor_s(part, itemsize),
+            "copy_tb_per_s": self.ceilings.bytes_per_s / 1e12,
+            "matmul_tflop_per_s": self.ceilings.flops_per_s / 1e12,
+        }
         if reason := way.not_run(case, self.device):
             return result | {"status": f"not run: {reason}"}
         for _ in range(2):  # what earlier ways left in pools may have been in the way
             try:
-                return result | self._timed(part, way)
+                result |= self._timed(part, way)
             except torch.OutOfMemoryError:
-                self.drop_inputs()
-                collect()
+                self.inputs.drop()
+                continue
             except NotAvailableError as error:
                 return result | {"status": f"not run: {error}"}
+            if us := result["us_p50"]:
+                result |= {"over_floor": us / result["floor_us"], "tb_per_s": result["bytes"] / us / 1e6}
+                result["tflop_per_s"] = part.flops / us / 1e6
+            return result
         return result | {"status": "does not fit"}
 
-    def _accounting(self, case: OpCase) -> dict[str, Any]:
-        itemsize = getattr(torch, case.dtype).itemsize
-        return {
-            "over_floor": None,
-            "tb_per_s": None,
-            "tflop_per_s": None,
-            "bytes": case.bytes(itemsize),
-            "flops": case.flops,
-            "floor_us": 1e6 * self.ceilings.floor_s(case, itemsize),
-            "copy_tb_per_s": self.ceilings.bytes_per_s / 1e12,
-            "matmul_tflop_per_s": self.ceilings.flops_per_s / 1e12,
-            "error_ratio": None,
-        }
-
     def _timed(self, case: OpCase, way: OpWay) -> dict[str, Any]:
-        inputs, oracle = self._inputs(case)
+        def make() -> tuple[Sequence[OpInputs], Oracle | None]:
+            made = make_inputs(case, self.device)
+            return made, make_oracle(made[0]) if self.check else None
+
+        inputs, oracle = self.inputs.of((case, self.check), make)
         if way.copies:
             inputs = inputs[: self._sets_of_copies(case, len(inputs))]
+
+        def error_of(output: Tensor | Unmerged) -> float | None:
+            whole = output if isinstance(output, Tensor) else output.result()
+            return None if oracle is None else oracle.error(whole, way.yardstick)
+
         found = []
         for variant, calls in way.variants(inputs).items():
-            row = {"variant": variant} | time_if_right(
-                calls, self.device, lambda output: self._error(output, oracle, way), variant
-            )
+            row = {"variant": variant} | time_if_right(calls, self.device, error_of, variant)
             if "status" in row:
                 return row
             found.append(row)
             del calls
-        best = min(found, key=lambda row: row["us_p50"])
-        itemsize, us = getattr(torch, case.dtype).itemsize, best["us_p50"]
-        return best | {
-            "over_floor": us / (1e6 * self.ceilings.floor_s(case, itemsize)),
-            "tb_per_s": case.bytes(itemsize) / us / 1e6,
-            "tflop_per_s": case.flops / us / 1e6,
-        }
-
-    def _error(self, output: Tensor | Unmerged, oracle: Oracle | None, way: OpWay) -> float | None:
-        if oracle is None:
-            return None
-        return oracle.error(output if isinstance(output, Tensor) else output.result(), way.yardstick)
-
-    def _inputs(self, case: OpCase) -> tuple[Sequence[OpInputs], Oracle | None]:
-        """Inputs and oracle of a case; kept until another case asks."""
-        if self._prepared is None or self._prepared[0] != case:
-            self._prepared = None
-            inputs = make_inputs(case, self.device)
-            self._prepared = case, inputs, make_oracle(inputs[0]) if self.check else None
-        return self._prepared[1:]
+        return min(found, key=lambda row: row["us_p50"])
 
     def _sets_of_copies(self, case: OpCase, most: int) -> int:
         """Number of sets of copies to make; OutOfMemoryError if they would not fit, as finding out takes seconds."""
@@ -113,8 +93,11 @@ class OpBench:
                 raise torch.OutOfMemoryError(f"{sets * size} bytes of copies, {free} are free")
         return sets
 
-    def drop_inputs(self) -> None:
-        self._prepared = None
+
+_COLUMNS = (
+    *("status", "variant", "us_p20", "us_p50", "us_p80", "over_floor", "tb_per_s", "tflop_per_s", "bytes", "flops"),
+    *("floor_us", "copy_tb_per_s", "matmul_tflop_per_s", "error_ratio"),
+)
 
 
 def time_if_right(

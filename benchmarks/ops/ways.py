@@ -50,21 +50,16 @@ _CUDNN_QUERIES = 512
 class OpWay:
     """One way.
 
-    Attributes:
-        variants: Makes calls, one for each set of inputs, by the name of the variant; the fastest variant counts.
-        refusal: Why the way is not for a case, or None.
-        part: The part of the case that the way does.
-        yardstick: Whose error bounds its own: ``fused``, or ``eager`` for ways that store scores in the case's dtype.
-        copies: Whether it needs a copy of the context for each row.
-        library: ``Triton``, ``FlashInfer`` or ``FastTree``, where the way is its kernels, which run on CUDA only.
+    `variants` makes calls, one for each set of inputs, by the name of the variant; the fastest variant counts.
+    `refusal` says why the way is not for a case, `part` which part of a case it does.
     """
 
     variants: Callable[[Sequence[OpInputs]], Mapping[str, Sequence[Call]]]
     refusal: Callable[[OpCase], str | None] = lambda case: None
     part: Callable[[OpCase], OpCase] = lambda case: case
-    yardstick: str = "fused"
-    copies: bool = False
-    library: str | None = None
+    yardstick: str = "fused"  # whose error bounds its own; "eager" for ways that store scores in the case's dtype
+    copies: bool = False  # needs a copy of the context for each row
+    library: str | None = None  # "Triton", "FlashInfer" or "FastTree", whose kernels run on CUDA only
 
     def not_run(self, case: OpCase, device: torch.device) -> str | None:
         """Why the way cannot do a case on a device, or None."""
@@ -100,10 +95,7 @@ def _kernels_are_chosen(inputs: OpInputs) -> bool:
 
 
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:
-    """This package's kernels, which write the new token's keys and values too. The one place that knows their API.
-
-    With `own_nodes`, long suffixes are attended to as nodes, as the package does.
-    """
+    """This package's kernels, which write new tokens too; with `own_nodes`, long suffixes are attended to as nodes."""
     first, case, device = sets[0], sets[0].case, sets[0].query.device
     dominate = own_nodes_dominate(first.forest, case.suffix - 1)
     scoring = Scoring(first.scale)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,24 +31,12 @@ Step = Callable[[], list[Tensor]]
 """Attends in every layer once: ``[rows, heads, 1, head_dim]`` each."""
 
 
-class Here(Protocol):
-    """Attention to what this process holds."""
-
-    def nodes(self, held: int, query: Tensor) -> Partial:
-        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
-        ...
-
-    def finish(self, layer: int, nodes: Partial) -> Tensor:
-        """To a layer's suffixes, merged with what was found of its nodes."""
-        ...
-
-
 class ByKernels:
-    """By the package's kernels.
+    """Attention to what this process holds, by the package's kernels.
 
     Args:
         forest: What is stored here of the context.
-        buffers: ``[2, kv_heads, tokens, head_dim]`` each: further places for as many nodes.
+        buffers: ``[2, kv_heads, tokens, head_dim]`` each: further capacity for as many nodes.
     """
 
     def __init__(self, stack: Stack, forest: Forest, buffers: list[Tensor]):
@@ -62,10 +49,12 @@ class ByKernels:
         self._suffixes.follow(without, SuffixLengths.of(SUFFIX), layers)
 
     def nodes(self, held: int, query: Tensor) -> Partial:
+        """To the nodes that a layer, or a buffer after the layers, holds: fp32."""
         case = self._stack.case
         return self._nodes.attend_nodes(held, query, self._stack.scoring.scale, kv_heads=case.kv_heads)
 
     def finish(self, layer: int, nodes: Partial) -> Tensor:
+        """To a layer's suffixes, merged with what was found of its nodes."""
         stack = self._stack
         return self._suffixes.attend(layer, stack.queries[layer], *stack.new(layer), stack.scoring, other=nodes)
 
@@ -185,7 +174,7 @@ class Ring:
         return merged
 
 
-def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[], None]:
+def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[], object]:
     """Begin to send to the next rank and to receive from the one before; the result waits for both."""
     after, before = ((processes.rank + by) % processes.count for by in (1, -1))
     operations = [
@@ -193,25 +182,15 @@ def pass_on(sent: Tensor, received: Tensor, processes: Processes) -> Callable[[]
         dist.P2POp(dist.irecv, received, before, group=processes.group),
     ]
     works = dist.batch_isend_irecv(operations)
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    return wait
+    return lambda: [work.wait() for work in works]
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """Keys and values of one layer, as `StepTables` takes them.
+    """Keys and values of one layer, as `StepTables` takes them."""
 
-    Attributes:
-        held: ``[2, kv_heads, tokens, head_dim]``: those of the nodes.
-        suffix: ``[rows, kv_heads, SUFFIX + 1, head_dim]`` each; the last token is the new one.
-    """
-
-    held: Tensor
-    suffix: Segment
+    held: Tensor  # [2, kv_heads, tokens, head_dim]: those of the nodes
+    suffix: Segment  # [rows, kv_heads, SUFFIX + 1, head_dim] each; the last token is the new one
 
     @property
     def segments(self) -> dict[int, Segment]:
@@ -224,18 +203,12 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class Stack:
-    """The layers of a case.
-
-    Attributes:
-        forest: The whole context, one node over all rows.
-        layers: What is stored here.
-        queries: ``[layers, rows, heads, 1, head_dim]``.
-    """
+    """The layers of a case."""
 
     case: AttentionCase
-    forest: Forest
-    layers: list[StoredLayer]
-    queries: Tensor
+    forest: Forest  # the whole context, one node over all rows
+    layers: list[StoredLayer]  # what is stored here
+    queries: Tensor  # [layers, rows, heads, 1, head_dim]
 
     @property
     def scoring(self) -> Scoring:
@@ -274,17 +247,16 @@ def _whole(case: AttentionCase, device: torch.device, layer: int) -> Tensor:
 
 
 def _part(case: AttentionCase, device: torch.device, layer: int, rank: int) -> Tensor:
-    generator = torch.Generator(device).manual_seed(1 + layer * case.ranks + rank)
-    shape = 2, case.kv_heads, case.tokens_here, case.head_dim
-    return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
+    seed, shape = 1 + layer * case.ranks + rank, (2, case.kv_heads, case.tokens_here, case.head_dim)
+    return _normal(case, torch.Generator(device).manual_seed(seed), *shape)
 
 
 def _own(case: AttentionCase, device: torch.device, layer: int) -> tuple[Tensor, Segment]:
     generator = torch.Generator(device).manual_seed(1_000_003 + layer)
+    query = _normal(case, generator, case.rows, case.heads, 1, case.head_dim)
+    shape = case.rows, case.kv_heads, SUFFIX + 1, case.head_dim
+    return query, Segment(*(_normal(case, generator, *shape) for _ in range(2)))
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
 
-    query = normal(case.rows, case.heads, 1, case.head_dim)
-    keys, values = (normal(case.rows, case.kv_heads, SUFFIX + 1, case.head_dim) for _ in range(2))
-    return query, Segment(keys, values)
+def _normal(case: AttentionCase, generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=getattr(torch, case.dtype))

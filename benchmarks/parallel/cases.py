@@ -1,7 +1,4 @@
-"""Cases of decoding over several processes as data: attention of a layer stack, decode steps, collectives.
-
-Nothing here needs torch, so that the command line can list the cases at once.
-"""
+"""Cases over several processes as data, without torch: attention of a layer stack, decode steps, collectives."""
 
 from __future__ import annotations
 
@@ -45,17 +42,12 @@ SUFFIX = 64
 
 @dataclass(frozen=True)
 class AttentionCase(Case):
-    """Attention of one decode step of a layer stack over one context that all rows share.
+    """Attention of one decode step of a layer stack over one context that all rows share."""
 
-    Attributes:
-        shape: Name of the shape whose layers and heads these are.
-        ranks: Processes that the context is divided between.
-    """
-
-    shape: str
+    shape: str  # whose layers and heads these are
     context: int
     rows: int
-    ranks: int
+    ranks: int  # processes that the context is divided between
     layers: int
     heads: int
     kv_heads: int
@@ -73,25 +65,24 @@ class AttentionCase(Case):
     def tokens_here(self) -> int:
         return self.context // self.ranks
 
+    def stored_bytes(self, itemsize: int) -> int:
+        """``2 t d``: keys and values of one rank's part in one layer (equation 11)."""
+        return 2 * self.tokens_here * self.kv_heads * self.head_dim * itemsize
+
     def columns(self) -> dict[str, Any]:
         return {"case": f"attention-{self.shape}-m{self.context}-n{self.rows}"} | super().columns()
 
 
 @dataclass(frozen=True)
 class StepCase(Case):
-    """Decode steps of a model over one context that all rows share.
-
-    Attributes:
-        new_tokens: Tokens drawn for each row in a timed call.
-        fill: One of `FILLS`.
-    """
+    """Decode steps of a model over one context that all rows share."""
 
     shape: str
     context: int
     rows: int
     ranks: int
-    new_tokens: int
-    fill: str
+    new_tokens: int  # drawn for each row in a timed call
+    fill: str  # one of `FILLS`
     dtype: str = "bfloat16"
 
     def columns(self) -> dict[str, Any]:
@@ -114,41 +105,20 @@ def collective_cases(ranks: int, *, most: int = 4 << 20) -> list[CollectiveCase]
     return [CollectiveCase(size, ranks) for size in (1 << bits for bits in range(14, 40, 2)) if size <= most]
 
 
-# Tree Attention's equations 8 to 14 of memory and communication, in bytes of one layer. The paper counts elements, for
-# multi-head attention with a context for each of `b` rows. Where KV heads are fewer, and rows share one context, keys
-# and values are narrower and are there once: ``2 t d`` has the width of the KV heads here, and ``b`` stands with
-# queries and partials alone.
-
-_PARTIAL = 4
-"""Bytes of a partial's element: fp32."""
+_PARTIAL = 4  # bytes of a partial's element: fp32
 
 
-def stored_bytes(case: AttentionCase, itemsize: int) -> int:
-    """``2 t d``: keys and values of one rank's part in one layer (equation 11)."""
-    return 2 * case.tokens_here * case.kv_heads * case.head_dim * itemsize
+def paper_bytes(case: AttentionCase, itemsize: int) -> dict[str, tuple[int, int]]:
+    """Bytes that a rank sends and holds in one layer of ``ring`` and of ``tree``, by Tree Attention's equations.
 
-
-def ring_memory(case: AttentionCase, itemsize: int) -> int:
-    """``4 t d + 2 b d`` (equation 8)."""
-    return 2 * stored_bytes(case, itemsize) + 2 * _queries(case) * itemsize
-
-
-def tree_memory(case: AttentionCase, itemsize: int) -> int:
-    """``2 t d + 2 b d + 2 b n_h`` (equation 9)."""
-    partials = _queries(case) + 2 * case.rows * case.heads
-    return stored_bytes(case, itemsize) + _queries(case) * itemsize + partials * _PARTIAL
-
-
-def ring_volume(case: AttentionCase, itemsize: int) -> int:
-    """``2 t d p`` (equation 10)."""
-    return stored_bytes(case, itemsize) * case.ranks
-
-
-def tree_volume(case: AttentionCase) -> int:
-    """``2 (p - 1) / p (b d + 2 b n_h)`` (equation 14)."""
-    elements = _queries(case) + 2 * case.rows * case.heads
-    return 2 * (case.ranks - 1) * elements * _PARTIAL // case.ranks
-
-
-def _queries(case: AttentionCase) -> int:
-    return case.rows * case.heads * case.head_dim
+    The paper counts elements, for multi-head attention with a context for each of `b` rows. Where KV heads are fewer,
+    and rows share one context, keys and values are narrower and are there once: ``2 t d`` has the width of the KV
+    heads here, and ``b`` stands with queries and partials alone. Sent: ``2 t d p`` (10), and ``2 (p - 1) / p (b d + 2
+    b n_h)`` (14). Held: ``4 t d + 2 b d`` (8), and ``2 t d + 2 b d + 2 b n_h`` (9).
+    """
+    stored, queries = case.stored_bytes(itemsize), case.rows * case.heads * case.head_dim
+    partials = (queries + 2 * case.rows * case.heads) * _PARTIAL
+    return {
+        "ring": (stored * case.ranks, 2 * stored + 2 * queries * itemsize),
+        "tree": (2 * (case.ranks - 1) * partials // case.ranks, stored + queries * itemsize + partials),
+    }

@@ -1,19 +1,15 @@
 """Predicts attention of a decode step over many GPUs, by the cost model of Tree Attention (section 5.3).
 
 A cluster has two levels: links within a node, and slower ones between nodes. A message takes the latency of its link,
-and its bytes over the bandwidth. Attention takes the bytes of the keys and values that a GPU reads over the bandwidth
-of its memory, and the time of its launches. `fitted` fits a node's rates to rows of 2, 4 and 8 GPUs; what is
-between nodes was not measured. (The paper measured tree 8 times as fast as ring at most, on 128 GPUs over 5.12M
-tokens.)
+and its bytes over the bandwidth; attention the bytes of keys and values over the bandwidth of a GPU's memory, and the
+time of its launches. `fitted` fits a node's rates to rows of 2, 4 and 8 GPUs; what is between nodes was not measured.
 
-- *ring*: every GPU attends to all `p` parts, each of which it receives from its neighbour while it attends to the one
-  before. The slowest link paces all of them: ``t_attend + (p - 1) max(t_attend, t_pass)``.
+- *ring*: every GPU attends to all `p` parts, each received from its neighbour while it attends to the one before:
+  ``t_attend + (p - 1) max(t_attend, t_pass)``, paced by the slowest link.
 - *tree*: every GPU attends to its part; three all-reduces (algorithm 3) merge a maximum, a numerator and a
-  denominator. As section 5.3 says of NCCL, each is a ring within the nodes and a tree between them.
-- *one all-gather*: the same with one collective that gives every GPU all partials, as this package does: a ring within
-  the nodes, then nodes double what they know, all partials through each GPU's link.
-
-Within a node, a collective takes a time of its own, and the latency of a link for each further GPU.
+  denominator, each a ring within the nodes and a tree between them (section 5.3).
+- *one all-gather*: one collective gives every GPU all partials, as this package does: a ring within the nodes, then
+  nodes double what they know, all partials through each GPU's link.
 
 Nothing here needs torch.
 """
@@ -21,9 +17,11 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+
+import numpy as np
 
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
@@ -71,21 +69,16 @@ class Link:
 class Cluster:
     """Nodes of GPUs. `measured_cluster` has one whose nodes are measured.
 
-    Attributes:
-        memory: From which a GPU reads keys and values; its latency is that of the launches of attention.
-        within: Links between GPUs of a node; the latency is what a small collective takes for each further GPU.
-        gather_s: What one all-gather takes besides its messages: launches, and the merge of what it found.
-        reduce_s: The same of each of the three all-reduces.
-        pass_s: The same of keys and values passed on within a node.
-        between: A GPU's link to other nodes; by default 400 Gb/s InfiniBand, as in the paper.
+    `gather_s`, `reduce_s` and `pass_s` are what an all-gather, an all-reduce, and keys and values passed on take
+    besides their messages within a node: launches, and the merge of what was found.
     """
 
-    memory: Link
-    within: Link
+    memory: Link  # its latency is that of the launches of attention
+    within: Link  # its latency is what a small collective takes for each further GPU
     gather_s: float = 0.0
     reduce_s: float = 0.0
     pass_s: float = 0.0
-    between: Link = Link(50e9, 5e-6)
+    between: Link = Link(50e9, 5e-6)  # 400 Gb/s InfiniBand a GPU, as in the paper
     gpus_of_node: int = 8
 
     def all_reduce_s(self, gpus: int, size: float) -> float:
@@ -146,16 +139,11 @@ PAPER_HEADS = Heads(16, 16, 128)
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one layer and row.
-
-    Attributes:
-        attend_s: Attention to one GPU's part.
-        one_gather_s: One all-gather of what the GPUs found, on top of that.
-    """
+    """Seconds of one layer and row."""
 
     context: int
     gpus: int
-    attend_s: float
+    attend_s: float  # to one GPU's part
     ring_s: float
     tree_s: float
     one_gather_s: float
@@ -173,10 +161,9 @@ def predict(cluster: Cluster, heads: Heads, context: int, gpus: int) -> Predicti
 
 
 def predictions(
-    cluster: Cluster, heads: Heads, contexts: Iterable[int], gpus: Iterable[int] = GPUS
+    cluster: Cluster, heads: Heads, contexts: Iterable[int], gpus: Sequence[int] = GPUS
 ) -> list[Prediction]:
-    numbers = list(gpus)
-    return [predict(cluster, heads, context, count) for context in contexts for count in numbers]
+    return [predict(cluster, heads, context, count) for context in contexts for count in gpus]
 
 
 def _us(seconds: float) -> str:
@@ -193,9 +180,7 @@ def measured_cluster() -> Cluster:
 
 
 def fitted(rows: Iterable[Measurement]) -> Cluster:
-    """The cluster fitted to rows of attention in all ways, over two numbers of GPUs or more.
-
-    Lines by least squares of relative errors, through rows whose contexts one row of queries reads:
+    """The cluster fitted to rows of attention over two numbers of GPUs or more, by least squares of relative errors:
 
     - memory: the time of *one-gpu* against the bytes of keys and values. Other ways take more time for
       communication, and for launches that go with it.
@@ -209,11 +194,12 @@ def fitted(rows: Iterable[Measurement]) -> Cluster:
         return [row for row in right if row["way"] == way]
 
     memory = _line((_part_bytes(row, gpus=1), _seconds(row)) for row in of("one-gpu"))
-    passes = _line((_part_bytes(row, _gpus(row)), _pass_s(row, memory)) for row in of("ring"))
+    # A pass of a ring; the last attention is after all of them.
+    parts = [(row, _part_bytes(row, _gpus(row))) for row in of("ring")]
+    passes = _line((part, (_seconds(row) - memory.seconds(part)) / (_gpus(row) - 1)) for row, part in parts)
     cluster = Cluster(memory, Link(passes.bytes_per_s, latency_s=0.0))
     latency, gather_s = _weighted_line(
-        (_seconds(row) ** -2, _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s)
-        for row in of("tree")
+        (_seconds(row), _gpus(row) - 1, _seconds(row) - predict_row(cluster, row).one_gather_s) for row in of("tree")
     )
     cluster = replace(cluster, within=Link(passes.bytes_per_s, latency), gather_s=gather_s)
     reduces = of("three-all-reduces")
@@ -231,23 +217,19 @@ def predict_row(cluster: Cluster, row: Measurement) -> Prediction:
 
 def _line(points: Iterable[tuple[float, float]]) -> Link:
     """The line through bytes and seconds as a link."""
-    per_byte, latency_s = _weighted_line((seconds**-2, size, seconds) for size, seconds in points)
+    per_byte, latency_s = _weighted_line((seconds, size, seconds) for size, seconds in points)
     return Link(1 / per_byte, latency_s)
 
 
 def _weighted_line(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
-    """Slope and intercept through points of a weight, a place and a height.
+    """Slope and intercept through points of measured seconds, one over which is the weight, a place and a height.
 
-    A weight is one over the square of the measured seconds, so that errors are relative and all sizes count alike:
-    a hundredth of a long context's time is more than all that its communication takes.
+    So errors are relative and all sizes count alike: a hundredth of a long context's time is more than all that its
+    communication takes.
     """
-    weighted = list(points)
-    total = sum(weight for weight, _, _ in weighted)
-    middle = sum(weight * place for weight, place, _ in weighted) / total
-    level = sum(weight * height for weight, _, height in weighted) / total
-    rise = sum(weight * (place - middle) * (height - level) for weight, place, height in weighted)
-    slope = rise / sum(weight * (place - middle) ** 2 for weight, place, _ in weighted)
-    return slope, level - slope * middle
+    seconds, places, heights = map(np.array, zip(*points))
+    slope, intercept = np.polyfit(places, heights, 1, w=1 / seconds)
+    return float(slope), float(intercept)
 
 
 def _heads(row: Measurement) -> Heads:
@@ -256,12 +238,6 @@ def _heads(row: Measurement) -> Heads:
 
 def _part_bytes(row: Measurement, gpus: int) -> float:
     return _heads(row).kv_bytes(int(row["context"]) / gpus)
-
-
-def _pass_s(row: Measurement, memory: Link) -> float:
-    """A pass of a ring, which ends with attention to the last part."""
-    gpus = _gpus(row)
-    return (_seconds(row) - memory.seconds(_part_bytes(row, gpus))) / (gpus - 1)
 
 
 def _gpus(row: Measurement) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.calls import Times, idle_time, percentiles
+from hf_fastdecode.measurement.calls import Times, collect, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
 from hf_fastdecode.parallel import shards
+
+from ..operator_time import replays
 
 Result = TypeVar("Result")
 
@@ -33,11 +35,7 @@ class PeerStatusError(Exception):
 
 
 class Processes:
-    """The processes that torchrun started, each with a device.
-
-    Attributes:
-        group: Those of the default process group, whose collectives are measured.
-    """
+    """The processes that torchrun started, each with a device; `group` is theirs, whose collectives are measured."""
 
     def __init__(self, device: torch.device):
         if not dist.is_initialized():
@@ -89,6 +87,19 @@ class Processes:
         os._exit(code)
 
 
+def guarded_by_all(
+    columns: Iterable[str], drop: Callable[[], None], measure: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """As `guarded`, on all processes: where any of them fails, all of them `drop` what they hold."""
+    try:
+        found = {"status": "ok"} | measure()
+    except Exception as error:
+        drop()
+        found = {"status": str(error) if isinstance(error, PeerStatusError) else status_of(error)}
+    collect()
+    return dict.fromkeys(columns) | found
+
+
 class OneProcess:
     """This process alone, to time what it does while others wait."""
 
@@ -100,19 +111,17 @@ class OneProcess:
     def gathered(self, one: Any) -> list[Any]:
         return [one]
 
+    def first(self, one: Any) -> Any:
+        return one
 
-def launched() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+    def together(self, work: Callable[[], Result]) -> Result:
+        return work()
 
 
 def device_of_process(name: str) -> torch.device:
     """The device of this process: a GPU of its own, or the CPU; `name` is ``auto``, ``cpu`` or ``cuda``."""
     place, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", str(launched())))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if name == "cpu" or (name == "auto" and not found):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
         return torch.device("cpu")
@@ -174,41 +183,22 @@ def time_together(
             call()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
-    graph = _captured(call)
-    captured = all(processes.gathered(graph is not None))
-    again = graph.replay if captured and graph is not None else call
-    times = _by_events(again, processes, budget_s)
-    del again
-    if graph is not None:
-        torch.cuda.synchronize(device)
-        graph.reset()
-    return _slowest(processes, times), captured
-
-
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
     graph = torch.cuda.CUDAGraph()
     try:
         # The communication library's own thread calls CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             call()
+        here = True
     except RuntimeError:
         torch.cuda.synchronize()
-        return None
-    return graph
-
-
-def _by_events(again: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
-    def replays(count: int) -> list[float]:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        again()  # while it runs, the next ones are launched
-        for event in events[:-1]:
-            event.record()
-            again()
-        events[-1].record()
-        torch.cuda.synchronize()
-        return [events[index].elapsed_time(events[index + 1]) / 1e3 for index in range(count)]
-
-    return replays(_count(processes, min(replays(3)), budget_s))
+        here = False
+    captured = all(processes.gathered(here))
+    again = graph.replay if captured else call
+    times = replays(again, _count(processes, min(replays(again, 3)), budget_s))
+    del again
+    if here:
+        graph.reset()
+    return _slowest(processes, times), captured
 
 
 def _wall(call: Callable[[], object], processes: Processes | OneProcess, budget_s: float) -> list[float]:
@@ -218,8 +208,7 @@ def _wall(call: Callable[[], object], processes: Processes | OneProcess, budget_
         call()
         return idle_time(processes.device) - start
 
-    once()
-    return [once() for _ in range(_count(processes, once(), budget_s, least=3))]
+    return [once() for _ in range(_count(processes, (once(), once())[1], budget_s, least=3))]
 
 
 def _count(processes: Processes | OneProcess, seconds: float, budget_s: float, least: int = 5) -> int:

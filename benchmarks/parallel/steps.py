@@ -18,12 +18,12 @@ from hf_fastdecode.attention.kv import Segment
 from hf_fastdecode.cache.shared import SharedContextCache
 from hf_fastdecode.cli.console import quiet_libraries
 from hf_fastdecode.measurement import SAMPLING
-from hf_fastdecode.measurement.calls import collect, idle_time, seeded, step_columns, what_ran
-from hf_fastdecode.measurement.rows import status_of
+from hf_fastdecode.measurement.calls import begin_peak, collect, seeded, step_columns, wall_seconds, what_ran
 from hf_fastdecode.measurement.shapes import config_of, random_model
 
+from ..latest import Latest
 from .cases import StepCase
-from .processes import OneProcess, PeerStatusError, Processes
+from .processes import OneProcess, Processes, guarded_by_all
 
 _CHECKED_CONTEXT, _CHECKED_ROWS, _CHECKED_TOKENS = 200, 4, 12
 
@@ -33,7 +33,7 @@ class StepBench:
 
     def __init__(self, processes: Processes, *, repeats: int = 2, check: bool = True):
         self.processes, self.repeats, self.check = processes, repeats, check
-        self._model: tuple[tuple[Any, ...], PreTrainedModel] | None = None
+        self._model: Latest[PreTrainedModel] = Latest()
         self._checked: dict[str, str | None] = {}
 
     def measure(self, case: StepCase, way: str) -> dict[str, Any]:
@@ -45,46 +45,34 @@ class StepBench:
         values of the context on one process. ``ran``: what our report says ran. A way's tokens are first checked on a
         tiny model: in fp32 they are stock's.
         """
-        result: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"status": "ok"}
-        try:
-            if way == "one-gpu":
-                if self.processes.rank and self._model is not None and self._model[0][2] is not None:
-                    self.drop()  # rank 0 lets go of its part of the split model
-                found = self.processes.alone(lambda: self._measured(case, way, OneProcess(self.processes.device)))
-                return result | self.processes.first(found)
-            if self.check and (red := self._red(way)):
-                return result | {"status": red}
-            return result | self._measured(case, way, self.processes)
-        except Exception as error:
-            self.drop()
-            return result | {"status": str(error) if isinstance(error, PeerStatusError) else status_of(error)}
-        finally:
-            collect()
+        return guarded_by_all(_COLUMNS, self.drop, lambda: self._checked_and_measured(case, way))
+
+    def _checked_and_measured(self, case: StepCase, way: str) -> dict[str, Any]:
+        if way == "one-gpu":
+            if self.processes.rank:
+                self.drop()  # this rank's part of a split model, which rank 0 drops too
+            found = self.processes.alone(lambda: self._measured(case, way, OneProcess(self.processes.device)))
+            columns: dict[str, Any] = self.processes.first(found)
+            return columns
+        if self.check and (red := self._red(way)):
+            return {"status": red}
+        return self._measured(case, way, self.processes)
 
     def drop(self) -> None:
-        self._model = None
-        collect()
+        self._model.drop()
 
     def _measured(self, case: StepCase, way: str, processes: Processes | OneProcess) -> dict[str, Any]:
-        model = self._of(case, way)
+        split, whole_heads = self._split(way)
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        model = self._model.of(
+            (case.shape, case.dtype, split, whole_heads),
+            lambda: make_model(case.shape, processes.device, dtype, split=split, whole_heads=whole_heads),
+        )
         ids = random_prompt(model, case.context)
         measured = _stock if way.startswith("stock") else _ours
         with self._enabled(model, way):
             found = measured(model, case, ids, self.repeats)
         return {name: _largest(processes, one) for name, one in found.items()}
-
-    def _of(self, case: StepCase, way: str) -> PreTrainedModel:
-        """The model of a way; kept until another is asked for."""
-        split, whole_heads = self._split(way)
-        key = case.shape, case.dtype, split, whole_heads
-        if self._model is None or self._model[0] != key:
-            self.drop()
-            dtype: torch.dtype = getattr(torch, case.dtype)
-            self._model = (
-                key,
-                make_model(case.shape, self.processes.device, dtype, split=split, whole_heads=whole_heads),
-            )
-        return self._model[1]
 
     def _split(self, way: str) -> tuple[int | None, bool]:
         """Processes that a way's weights are split between, and whether each has all attention heads."""
@@ -110,15 +98,12 @@ class StepBench:
             model = make_model(shape, self.processes.device, torch.float32, split=split, whole_heads=whole_heads)
             ids = random_prompt(model, _CHECKED_CONTEXT)
 
-            def tokens() -> list[Any]:
-                drawn: list[Any] = _generate(
-                    model, ids, _CHECKED_TOKENS, None, num_return_sequences=_CHECKED_ROWS
-                ).tolist()
-                return drawn
+            def tokens() -> Tensor:
+                return _generate(model, ids, _CHECKED_TOKENS, None, num_return_sequences=_CHECKED_ROWS)
 
             stock = tokens()
             with self._enabled(model, way):
-                same = tokens() == stock
+                same = torch.equal(tokens(), stock)
             right = all(self.processes.gathered(same))
             self._checked[way] = None if right else "wrong: other tokens than stock in fp32"
             del model
@@ -142,8 +127,7 @@ def _ours(model: PreTrainedModel, case: StepCase, ids: Tensor, repeats: int) -> 
     found: dict[str, Any] = {}
     if case.fill == "prefill":
         fd.prefill(model, ids[:, : min(4096, case.context // 2)])  # compiles
-        cache, seconds, peak = _watched(model, lambda: fd.prefill(model, ids[:, :-1]))
-        found = {"first_token_s": seconds, "prefill_peak_bytes": peak}
+        cache, found = _first_token(model, lambda: fd.prefill(model, ids[:, :-1]))
     else:
         cache = random_context(model, ids[:, :-1])
 
@@ -158,14 +142,18 @@ def _stock(model: PreTrainedModel, case: StepCase, ids: Tensor, repeats: int) ->
     found: dict[str, Any] = {}
     if case.fill == "prefill":
         _generate(model, ids[:, : min(4096, case.context // 2)], 1, None)
-        _, seconds, peak = _watched(model, lambda: _generate(model, ids, 1, None))
-        found = {"first_token_s": seconds, "prefill_peak_bytes": peak}
+        _, found = _first_token(model, lambda: _generate(model, ids, 1, None))
     every = ids.expand(case.rows, -1)
 
     def call(new_tokens: int) -> Tensor:
         return _generate(model, every, new_tokens, random_stock_context(model, ids[:, :-1], case.rows))
 
     return found | _steps(model, call, case, repeats)
+
+
+def _first_token(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    result, seconds, peak = _watched(model, call)
+    return result, {"first_token_s": seconds, "prefill_peak_bytes": peak}
 
 
 def _generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, cache: Any, **more: Any) -> Tensor:
@@ -187,28 +175,19 @@ def _steps(model: PreTrainedModel, call: Callable[[int], Tensor], case: StepCase
     """Times of a step; every process makes as many calls."""
     for _ in range(2):  # captures steps, and compiles what they run
         call(min(4, case.new_tokens))
-    decodes = []
-    _, first, _ = _watched(model, lambda: call(1))
-    peak = 0
-    for _ in range(repeats):
-        first = min(first, _watched(model, lambda: call(1))[1])
-        _, seconds, now = _watched(model, lambda: call(case.new_tokens))
-        decodes.append(seconds)
-        peak = max(peak, now or 0)
+    first = min(_watched(model, lambda: call(1))[1] for _ in range(1 + repeats))
+    watched = [_watched(model, lambda: call(case.new_tokens))[1:] for _ in range(repeats)]
     steps = case.new_tokens - 1
-    found = step_columns([seconds - first for seconds in decodes], steps, steps * case.rows)
-    return found | {"decode_peak_bytes": peak or None}
+    found = step_columns([seconds - first for seconds, _ in watched], steps, steps * case.rows)
+    return found | {"decode_peak_bytes": max(peak or 0 for _, peak in watched) or None}
 
 
 def _watched(model: PreTrainedModel, call: Callable[[], Any]) -> tuple[Any, float, int | None]:
     """The result of a call, its seconds, and the most bytes that this process's device held meanwhile."""
-    device = model.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    start = idle_time(device)
-    result = call()
-    seconds = idle_time(device) - start
-    return result, seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    device, found = model.device, []
+    begin_peak(device)
+    seconds = wall_seconds(lambda: found.append(call()), device)
+    return found[0], seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 _FEW = 64  # tokens of a context that are computed, so that its cache has the layout of the model's
@@ -219,10 +198,7 @@ _POSITIONS = 1 << 21  # longer than any context that is measured
 def make_model(
     shape: str, device: torch.device, dtype: torch.dtype, *, split: int | None, whole_heads: bool = False
 ) -> PreTrainedModel:
-    """A model with random weights, the same on every process; or split between `split` of them as by tp_plan="auto".
-
-    With `whole_heads`, each of them has all attention heads. Communicates where it is split.
-    """
+    """A model with random weights, whole on every process, or split; with `whole_heads` all but attention heads."""
     if split is None:
         return random_model(shape, device, dtype, positions=_POSITIONS)
     from transformers.distributed import DistributedConfig
@@ -232,10 +208,8 @@ def make_model(
         family: type[PreTrainedModel] = type(AutoModelForCausalLM.from_config(config))
     plan = fd.sequence_parallel_plan(config) if whole_heads else None
     torch.manual_seed(0)
-    with (
-        quiet_libraries(),
-        warnings.catch_warnings(action="ignore"),
-    ):  # without a checkpoint every weight is missing, and is drawn as a new model's is
+    # Without a checkpoint every weight is missing, and is drawn as a new model's is.
+    with quiet_libraries(), warnings.catch_warnings(action="ignore"):
         model = family.from_pretrained(
             None,
             config=config,

@@ -168,23 +168,11 @@ def scaling_table(found: Sequence[Prediction], cluster: Cluster, heads: Heads) -
     """The predictions as a Markdown table."""
     lines = []
     for one in found:
-        cells = [
-            f"{one.context:,}",
-            f"{one.gpus:,}",
-            _predicted_us(one.attend_s),
-            *(_predicted_us(seconds) for seconds in (one.ring_s, one.tree_s, one.one_gather_s)),
-        ]
+        times = (one.attend_s, one.ring_s, one.tree_s, one.one_gather_s)
+        cells = [f"{one.context:,}", f"{one.gpus:,}", *map(_predicted_us, times)]
         lines.append([*cells, f"{one.ring_s / one.tree_s:,.1f}x", f"{one.ring_s / one.one_gather_s:,.1f}x"])
-    names = [
-        "context",
-        "GPUs",
-        "its part alone",
-        "ring",
-        "tree",
-        "one all-gather",
-        "ring over tree",
-        "ring over one all-gather",
-    ]
+    names = ["context", "GPUs", "its part alone", "ring", "tree", "one all-gather"]
+    names += ["ring over tree", "ring over one all-gather"]
     note = f"Predicted, not measured: microseconds of a layer and row, {heads}, 2 bytes a number; {cluster}."
     return markdown(names, lines, note)
 

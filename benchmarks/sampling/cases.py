@@ -1,7 +1,4 @@
-"""Sampling cases as data, the tokens of one step drawn from logits, with their named sets and their table.
-
-Nothing here needs torch, so that the command line can list the sets at once.
-"""
+"""Sampling cases as data, without torch: the tokens of one step drawn from logits, named sets, and their table."""
 
 from __future__ import annotations
 
@@ -25,15 +22,12 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 """What `generate` is given beside the temperature, by name; ``greedy`` is ``do_sample=False``."""
 
-SAMPLING_WAYS = ("fast", "hf")
+SAMPLING_WAYS = {"fast": "the sampling kernel", "hf": "transformers' processors, softmax and multinomial"}
 
 
 @dataclass(frozen=True)
 class SamplingCase(Case):
-    """One step: a token for each row of logits of `dtype`, drawn as `settings` say, a name in `SETTINGS`.
-
-    The logits are divided by the temperature, but for greedy decoding.
-    """
+    """A token for each row of logits, which are over the temperature but for greedy decoding, as in `SETTINGS`."""
 
     rows: int
     vocabulary: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cached_property
 from itertools import cycle
 from typing import Any
 
@@ -22,7 +21,8 @@ from hf_fastdecode.generation.decoding.sampling import TransformersSampler, read
 from hf_fastdecode.kernels.limits import refusal_of_logits
 from hf_fastdecode.measurement.calls import Times, percentiles, wall_samples
 
-from ..operator_time import Ceilings, in_us, measure_ceilings, time_operator
+from ..latest import Latest
+from ..operator_time import OperatorBench, in_us, time_operator
 from ..ops.inputs import BOUND, sets_needed
 from .cases import SETTINGS, SamplingCase
 
@@ -50,16 +50,12 @@ def processors_of(case: SamplingCase) -> LogitsProcessorList:
     return LogitsProcessorList([TemperatureLogitsWarper(case.temperature), *chosen])
 
 
-class SamplingBench:
+class SamplingBench(OperatorBench):
     """Measures sampling on one device; with `check`, the kernel is timed only after its draws were found right."""
 
     def __init__(self, device: torch.device, *, check: bool = True):
-        self.device, self.check = device, check
-        self._prepared: tuple[tuple[int, int, str], Tensor] | None = None
-
-    @cached_property
-    def ceilings(self) -> Ceilings:
-        return measure_ceilings(self.device)
+        super().__init__(device, check=check)
+        self._sets: Latest[Tensor] = Latest()
 
     @torch.no_grad()
     def measure(self, case: SamplingCase, way: str) -> dict[str, Any]:
@@ -80,7 +76,7 @@ class SamplingBench:
         try:
             found = self._fast(case) if way == "fast" else {"times": self._transformers(case)}
         except torch.OutOfMemoryError:
-            self._prepared = None
+            self._sets.drop()
             return result | {"status": "does not fit"}
         times: Times | None = found.pop("times", None)
         if times is not None:
@@ -129,17 +125,16 @@ class SamplingBench:
 
     def _logits(self, case: SamplingCase) -> Tensor:
         """``[sets, rows, vocabulary]``, together twice the L2 cache; kept until another size asks."""
-        key = case.rows, case.vocabulary, case.dtype
-        if self._prepared is None or self._prepared[0] != key:
-            self._prepared = None
+
+        def make() -> Tensor:
             dtype: torch.dtype = getattr(torch, case.dtype)
             # A row's logits are so small that hundreds fit into the cache.
             sets = sets_needed(case.bytes(dtype.itemsize), self.device, most=sys.maxsize)
             generator = torch.Generator(self.device).manual_seed(0)
             shape = sets, case.rows, case.vocabulary
-            logits = torch.randn(*shape, generator=generator, device=self.device, dtype=dtype).mul_(_SPREAD)
-            self._prepared = key, logits
-        return self._prepared[1]
+            return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype).mul_(_SPREAD)
+
+        return self._sets.of((case.rows, case.vocabulary, case.dtype), make)
 
 
 def outside_support(logits: Tensor, tokens: Tensor, processors: LogitsProcessorList, *, greedy: bool) -> int:

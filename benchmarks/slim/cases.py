@@ -1,7 +1,4 @@
-"""Slim attention cases as data, one decode step of one layer over a slim cache, with its ways and their table.
-
-Nothing here needs torch, so that the command line can list the cases at once.
-"""
+"""Slim attention cases as data, without torch: a decode step of one layer over a slim cache, ways and their table."""
 
 from __future__ import annotations
 
@@ -17,12 +14,18 @@ RANK_DIVISOR = 8
 
 _EIGHT_BITS = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
-SLIM_WAYS = (
-    *("flash", "forest", "forest-prompt", "slim-k", "slim-k+r", "slim-k-two-launches"),
-    *("slim-k-int8", "slim-k+r-int8", "slim-k-fp8"),
-)
-"""PyTorch's flash attention over keys and values, `forest_decode` over them as suffixes and as nodes, slim caches.
-``slim-k-two-launches`` is by the kernel for GPUs without clusters."""
+SLIM_WAYS = {
+    "flash": "PyTorch's attention over keys and values",
+    "forest": "this package's over them as suffixes",
+    "forest-prompt": "this package's over them as nodes",
+    "slim-k": "a slim cache of keys alone",
+    "slim-k+r": "of keys and an eighth as many V-coordinates",
+    "slim-k-two-launches": "by the kernel for GPUs without thread block clusters",
+    "slim-k-int8": "keys in 8 bits with scales, dequantised on chip",
+    "slim-k+r-int8": "these with V-coordinates",
+    "slim-k-fp8": "keys in fp8",
+}
+"""Ways and what they are."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,7 @@ class SlimCase(Case):
         return _EIGHT_BITS.get(way.partition(":")[0].rpartition("-")[2], self.dtype)
 
     def bytes(self, way: str, itemsize: int) -> int:
-        """Least bytes that must move: the cache once, with scales of 2 bytes for an `itemsize` of 1, and the averages.
-
-        Without RoPE's tables: the kernel for clusters reads those of each tile's first token only.
-        """
+        """Least bytes that must move: the cache once, scales of 2 bytes where `itemsize` is 1, and the averages."""
         tokens = self.rows * self.context
         if not way.startswith("slim"):
             return 2 * (tokens + self.rows) * self.columns_of_keys * itemsize

@@ -15,6 +15,7 @@ from hf_fastdecode.kernels.failures import Kernel, forget
 from hf_fastdecode.kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 
+from ..latest import Latest
 from ..ops.cases import NodeSpec, OpCase
 from ..ops.inputs import sets_needed
 from ..ops.measure import OpBench, time_if_right
@@ -31,18 +32,12 @@ _CHUNK = 4096  # tokens that the oracle has in fp64 at once
 
 
 class SlimInputs(NamedTuple):
-    """One set of inputs.
+    """One set of inputs."""
 
-    Attributes:
-        query: ``[rows, heads, 1, head_dim]`` fp32, rotated.
-        keys, coordinates: ``[rows, context, e]`` and ``[rows, context, r]``.
-        scales: Scales of 8 bits, views of the tensors that hold the numbers.
-    """
-
-    query: Tensor
-    keys: Tensor
-    coordinates: Tensor
-    scales: Scales | None = None
+    query: Tensor  # [rows, heads, 1, head_dim] fp32, rotated
+    keys: Tensor  # [rows, context, e]
+    coordinates: Tensor  # [rows, context, r]
+    scales: Scales | None = None  # of 8 bits, views of the tensors that hold the elements
 
     def tokens(self, start: int) -> tuple[Tensor, Tensor]:
         """Keys and V-coordinates of the last row in fp64, up to `_CHUNK` tokens of them."""
@@ -65,7 +60,7 @@ class SlimBench:
     def __init__(self, device: torch.device, *, check: bool = True):
         self.device, self.check = device, check
         self._ops = OpBench(device, check=check)
-        self._prepared: tuple[tuple[SlimCase, int, str], list[SlimInputs]] | None = None
+        self._sets: Latest[list[SlimInputs]] = Latest()
 
     @torch.no_grad()
     def measure(self, case: SlimCase, way: str) -> dict[str, Any]:
@@ -84,7 +79,7 @@ class SlimBench:
             result |= {"floor_us": 1e6 * size / bandwidth, "copy_tb_per_s": bandwidth / 1e12}
             result |= self._slim(case, way) if way.startswith("slim") else self._with_values(case, way)
         except Exception as error:  # a row says what failed, and the others are measured
-            self._prepared = None
+            self._sets.drop()
             forget(Kernel.SLIM)
             forget(Kernel.CLUSTER)
             return result | {"status": status_of(error)}
@@ -94,7 +89,7 @@ class SlimBench:
         return result
 
     def _with_values(self, case: SlimCase, way: str) -> dict[str, Any]:
-        self._prepared = None
+        self._sets.drop()
         shape: dict[str, Any] = {"heads": case.heads, "kv_heads": case.heads, "head_dim": case.head_dim}
         name = case.columns()["case"]
         own = OpCase(name, case.rows, (), case.context, **shape, dtype=case.dtype)
@@ -138,11 +133,11 @@ class SlimBench:
 
     def _inputs(self, case: SlimCase, way: str) -> list[SlimInputs]:
         """Sets of inputs, together larger than the L2 cache; kept until another size or dtype asks."""
-        key = case, case.rank(way), case.cache_dtype(way)
-        if self._prepared is None or self._prepared[0] != key:
-            self._prepared = None
-            self._ops.drop_inputs()  # keys and values, which would not fit beside these
-            dtype: torch.dtype = getattr(torch, key[2])
+        dtype: torch.dtype = getattr(torch, case.cache_dtype(way))
+        widths = case.columns_of_keys, case.rank(way)
+
+        def make() -> list[SlimInputs]:
+            self._ops.inputs.drop()  # keys and values, which would not fit beside these
             generator = torch.Generator(self.device).manual_seed(0)
 
             def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -150,7 +145,6 @@ class SlimBench:
 
             def one_set() -> SlimInputs:
                 query = normal(case.rows, case.heads, 1, case.head_dim, dtype=torch.float32)
-                widths = case.columns_of_keys, key[1]
                 if dtype not in EIGHT_BITS:
                     keys, coordinates = (normal(case.rows, case.context, width) for width in widths)
                     return SlimInputs(query, keys, coordinates)
@@ -158,9 +152,9 @@ class SlimBench:
                 (keys, key_scales), (coordinates, scales) = (views(part, dtype, case.head_dim) for part in stored)
                 return SlimInputs(query, keys, coordinates, Scales(key_scales, scales))
 
-            sets = [one_set() for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))]
-            self._prepared = key, sets
-        return self._prepared[1]
+            return [one_set() for _ in range(sets_needed(case.bytes(way, dtype.itemsize), self.device))]
+
+        return self._sets.of((case, widths, dtype), make)
 
 
 def _in_8_bits(case: SlimCase, width: int, dtype: torch.dtype, normal: Callable[..., Tensor]) -> Tensor:

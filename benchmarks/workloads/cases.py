@@ -20,26 +20,19 @@ GREEDY: Final = {"do_sample": False}
 
 @dataclass(frozen=True)
 class Level:
-    """A level of sharing: the runs of tokens that are stored once.
-
-    Attributes:
-        words: The same for people.
-        shared: Whether hf_fastdecode generates.
-        rows_apart: Whether neighbouring rows are of different problems, so that they share what all rows do.
-        problems_apart: Whether no problem shares anything with another.
-    """
+    """A level of sharing: the runs of tokens that are stored once."""
 
     words: str
-    shared: bool = True
-    rows_apart: bool = False
-    problems_apart: bool = False
+    shared: bool = True  # hf_fastdecode generates
+    rows_apart: bool = False  # neighbouring rows are of different problems, so that they share what all rows do
+    problems_apart: bool = False  # no problem shares anything with another
 
 
 LEVELS: Final = {
-    "none": Level("no sharing: stock transformers", shared=False),
-    "few-shot": Level("one level: the examples", rows_apart=True),
-    "problem": Level("one level: each problem's prompt", problems_apart=True),
-    "two-level": Level("two levels: examples, problems"),
+    "none": Level("nothing (stock)", shared=False),
+    "few-shot": Level("the examples", rows_apart=True),
+    "problem": Level("each problem's prompt", problems_apart=True),
+    "two-level": Level("examples, then problems"),
 }
 """By name; the single level of the paper is ``few-shot``."""
 
@@ -49,10 +42,7 @@ WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
 
 @dataclass(frozen=True)
 class HierCase(Case):
-    """A call: `samples` of each of the first `problems`.
-
-    `shared_tokens` begin all prompts, `prompt_tokens` are those of the longest, `new_tokens` those of each sample.
-    """
+    """`samples` of each of the first `problems`, whose prompts begin with `shared_tokens`."""
 
     model: str
     dtype: str
@@ -67,10 +57,7 @@ class HierCase(Case):
 
 @dataclass(frozen=True)
 class QuestionsCase(Case):
-    """A call with a row for each question about one of `facts`, which come again with more questions.
-
-    All rows begin with `prefix_tokens`, the text and the solved questions; `new_tokens` are those of each answer.
-    """
+    """A call with a row for each question about one of `facts`; all rows begin with `prefix_tokens`."""
 
     model: str
     dtype: str

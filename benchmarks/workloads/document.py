@@ -1,12 +1,8 @@
-"""A long text of a given number of tokens, facts that no model can know hidden in it, and questions about them.
-
-As in Hydragen, section 4.3 and appendix D.3.
-"""
+"""A long text with facts that no model can know, and questions about them (Hydragen, section 4.3, appendix D.3)."""
 
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,7 +14,6 @@ from hf_fastdecode.errors import InputError
 MOST_FACTS: Final = 256
 """Facts that are asked about, as in the paper; with more questions, they come again."""
 
-_SENTENCE: Final = re.compile(r".*?[.!?][\"'”’)\]]*(?:\s+|$)|.+$", re.DOTALL)
 _PARAGRAPH: Final = 6  # sentences
 _TASK: Final = "Answer the questions about the text above.\n\n"
 
@@ -66,46 +61,30 @@ class LongDocument:
         return self.prefix + _asked(fact)
 
 
-def make_document(
-    count: Callable[[str], int], tokens: int | None, *, shots: int = 5, seed: int = 0, prose: str | None = None
-) -> LongDocument:
+def make_document(count: Callable[[str], int], tokens: int, *, shots: int = 5, seed: int = 0) -> LongDocument:
     """Hide facts evenly in prose, so that text and solved questions together have nearly so many tokens, never more.
 
     At most half of the tokens are facts, and at most `MOST_FACTS` are asked about, none of those in the `shots` solved
-    questions. Prose is made where none is given; of given prose, `tokens` None takes all. The same seed makes the same
-    facts, order and prose. `count` gives the tokens of a text.
+    questions. The same seed makes the same facts, order and prose. `count` gives the tokens of a text.
 
-    Raises:
-        InputError: There is no room for the solved questions and a fact to ask about, or the prose is too short.
-        ValueError: Neither tokens nor prose are given.
+    Raises InputError where there is no capacity for the solved questions and a fact to ask about.
     """
-    if prose is None and tokens is None:
-        raise ValueError("tokens must be a number where no prose is given, got None")
     facts = make_facts(MOST_FACTS + shots, seed)
     solved = _TASK + "".join(f"{_asked(fact)} {fact.answer}\n\n" for fact in facts[:shots])
-    pieces = _made_pieces(count, tokens or 0, seed) if prose is None else _SENTENCE.findall(prose.strip() + "\n\n")
-    room = (count("".join(pieces)) if tokens is None else tokens - count(solved)) // 2
-    facts = facts[: _fitting(count, facts, room)]
+    pieces = _made_pieces(count, tokens, seed)
+    lengths = list(accumulate(count(fact.sentence + " ") for fact in facts))
+    facts = facts[: bisect.bisect_right(lengths, (tokens - count(solved)) // 2)]
     if len(facts) <= shots:
-        least = count(solved) + 2 * sum(count(fact.sentence + " ") for fact in make_facts(shots + 1, seed))
-        given = f"`tokens={tokens}`" if tokens is not None else "the document's tokens"
         raise InputError(
-            f"{given} leave no room for {shots} solved questions and a fact to ask about, which take about {least} "
-            "tokens; ask for more, or for fewer `shots`"
+            f"`tokens={tokens}` leave no room for {shots} solved questions and a fact to ask about, which take about "
+            f"{count(solved) + 2 * lengths[shots]} tokens; ask for more, or for fewer `shots`"
         )
     order = Random(seed).sample(facts, len(facts))
 
     def prefix(length: int) -> str:
         return f"{_interleaved(pieces[:length], order).strip()}\n\n{solved}"
 
-    if tokens is None:
-        return LongDocument(prefix(len(pieces)), tuple(facts[shots:]))
     fitting = bisect.bisect_right(range(len(pieces) + 1), tokens, key=lambda length: count(prefix(length))) - 1
-    if fitting == len(pieces) and prose is not None and count(prefix(fitting)) < tokens:
-        raise InputError(
-            f"the document with {len(facts)} facts and {shots} solved questions has {count(prefix(fitting))} tokens, "
-            f"fewer than `tokens={tokens}`; pass a longer document, or leave `tokens` out"
-        )
     return LongDocument(prefix(max(0, fitting)), tuple(facts[shots:]))
 
 
@@ -122,17 +101,12 @@ def _asked(fact: Fact) -> str:
 def _made_pieces(count: Callable[[str], int], tokens: int, seed: int) -> list[str]:
     """Sentences of at least so many tokens, with the white space after them."""
     pieces: list[str] = []
-    total = 0
-    for sentence in make_prose(seed):
+    total, prose = 0, make_prose(seed)
+    while total < tokens:
+        sentence = next(prose)
         pieces.append(sentence + ("\n\n" if len(pieces) % _PARAGRAPH == _PARAGRAPH - 1 else " "))
         total += count(sentence)
-        if total >= tokens:
-            return pieces
-    raise AssertionError("prose has no end")
-
-
-def _fitting(count: Callable[[str], int], facts: Sequence[Fact], room: int) -> int:
-    return bisect.bisect_right(list(accumulate(count(fact.sentence + " ") for fact in facts)), room)
+    return pieces
 
 
 def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
@@ -143,10 +117,7 @@ def _interleaved(pieces: Sequence[str], facts: Sequence[Fact]) -> str:
 
 
 def make_facts(count: int, seed: int) -> list[Fact]:
-    """So many facts, each about a name of its own: colours of dogs, codes of lockers, villages.
-
-    The same seed makes the same facts, and fewer are the first of more.
-    """
+    """So many facts, each about a name of its own; of the same seed, fewer are the first of more."""
     random = Random(seed)
     names: dict[str, None] = {}
     facts: list[Fact] = []
@@ -179,9 +150,7 @@ def _village(name: str, random: Random) -> Fact:
 
 
 def _word(random: Random, ends: list[str]) -> str:
-    return (
-        random.choice(_STARTS) + random.choice(_MIDDLES) + random.choice(_LINKS) + random.choice(ends)
-    ).capitalize()
+    return "".join(map(random.choice, (_STARTS, _MIDDLES, _LINKS, ends))).capitalize()
 
 
 def make_prose(seed: int) -> Iterator[str]:

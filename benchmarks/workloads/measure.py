@@ -1,14 +1,8 @@
-"""Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory.
-
-`HierBench` has samples of many problems after one few-shot prompt, shared at no, one or two levels (Hydragen, section
-4.4), `QuestionsBench` many questions about one long text (section 4.3).
-"""
+"""Workloads measured: one batch of rows through `generate` in each way, prefill apart from decode, and memory."""
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,31 +10,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.api import enabled, explain
-from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.shared import cache_bytes
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.calls import (
-    begin_peak,
-    collect,
-    continuation,
-    count_before_end,
-    cpu_memory,
-    end_tokens_of,
-    guarded,
-    peak_over,
-    percentiles,
-    prefill_and_decode,
-    seeded,
-    step_columns,
-    wall_samples,
-    what_ran,
-)
+from hf_fastdecode.measurement import calls
 from hf_fastdecode.model_names import max_positions
 
+from ..latest import Latest
 from .cases import LEVELS, HierCase, Level, QuestionsCase, check_point
 from .document import LongDocument, is_right
 
@@ -86,14 +65,12 @@ def measure_calls(
         ``ms_per_step``: `decode_s` over the steps; ``tokens_per_s``: tokens drawn in `decode_s`, over it;
         ``prefilled_tokens``: with stock's padding; ``kv_bytes``: of keys and values at the end; ``peak_bytes``: most
         memory over what was held before, on CUDA. Times are medians. ``tokens``: those of the first call, ``[rows,
-        new_tokens]`` int64 on the CPU. A ``status`` alone, where stock's rows would not fit into memory.
+        new_tokens]`` int64 on the CPU.
     """
-    if enable is None and (status := _too_large(model, batch["input_ids"], timing.new_tokens)):
-        return {"status": status}
     with _without_ends(model), enabled(model, **enable) if enable is not None else nullcontext():
         found = _timed(model, batch, timing)
         if enable is not None:
-            ran, call = what_ran(model, must_share=must_share), explain(model).last_call
+            ran, call = calls.what_ran(model, must_share=must_share), explain(model).last_call
             if call is not None and call.path == "shared":
                 found |= {
                     "prefilled_tokens": call.prefilled_tokens,
@@ -115,60 +92,32 @@ def greedy_tokens(
 
 def _timed(model: PreTrainedModel, batch: dict[str, Tensor], timing: Timing) -> dict[str, Any]:
     device, most, (rows, width) = model.device, timing.new_tokens, batch["input_ids"].shape
-    limits: dict[str, Any] = {"repeats": timing.repeats, "budget_s": timing.budget_s}
 
     def call(new_tokens: int, **arguments: Any) -> Any:
         return model.generate(**batch, max_new_tokens=new_tokens, **timing.sampling, **arguments)
 
-    with seeded(device):
+    with calls.seeded(device):
         first = call(most, return_dict_in_generate=True)
         tokens, cache = first.sequences[:, width:].cpu(), first[CACHE]
         held = None if cache is None else cache_bytes(cache)  # rows that were cut into waves leave none
         del first, cache
-        collect()
-        before = begin_peak(device)
-        if before is None:
-            prefills, decodes = _prefill_and_decode_on_cpu(call, most, **limits)
-        else:
-            call(1)  # captures what it needs by itself
-            prefills, decodes, _ = prefill_and_decode(model, call, most, **limits)
-    prefill, decode = percentiles(prefills).p50, percentiles(decodes).p50
+        calls.collect()
+        before = calls.begin_peak(device)
+        call(1)  # captures what it needs by itself
+        prefills, decodes, _ = calls.prefill_and_decode(
+            model, call, most, repeats=timing.repeats, budget_s=timing.budget_s
+        )
+    prefill, decode = calls.percentiles(prefills).p50, calls.percentiles(decodes).p50
     return {
         "prefill_s": prefill,
         "decode_s": decode,
         "total_s": prefill + decode,
-        **step_columns(decodes, most - 1, rows * (most - 1)),
+        **calls.step_columns(decodes, most - 1, rows * (most - 1)),
         "prefilled_tokens": rows * width,
         "kv_bytes": held,
-        "peak_bytes": peak_over(device, before),
+        "peak_bytes": calls.peak_over(device, before),
         "tokens": tokens,
     }
-
-
-def _prefill_and_decode_on_cpu(
-    call: Callable[..., object], new_tokens: int, *, repeats: int, budget_s: float
-) -> tuple[list[float], list[float]]:
-    """Seconds to the first logits of whole calls and after them: a CPU has computed logits when it hands them over."""
-    prefills: list[float] = []
-
-    def once() -> None:
-        started, logits = time.perf_counter(), _FirstLogits()
-        call(new_tokens, logits_processor=[logits])
-        prefills.append(logits.seen_at - started)
-
-    whole = wall_samples(once, torch.device("cpu"), repeats=repeats, budget_s=budget_s)
-    return prefills, [seconds - prefill for seconds, prefill in zip(whole, prefills, strict=True)]
-
-
-class _FirstLogits(LogitsProcessor):
-    """Notes when the first logits come, and leaves them as they are."""
-
-    seen_at = math.nan
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if math.isnan(self.seen_at):
-            self.seen_at = time.perf_counter()
-        return scores
 
 
 @contextmanager
@@ -182,27 +131,6 @@ def _without_ends(model: PreTrainedModel) -> Iterator[None]:
         model.generation_config = given
 
 
-def _too_large(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> str:
-    """Why stock's rows do not fit into a CPU's memory, where the system would end this process; empty if they do.
-
-    Sharing takes a part of that which depends on the prompts, and prefills in parts.
-    """
-    if model.device.type != "cpu":
-        return ""
-    try:
-        shape = KVSizes.from_config(model.config)
-    except ValueError:  # not a cache of keys and values alone
-        return ""
-    # A layer's pass holds several hidden states and the widened ones of its MLP beside what the cache keeps.
-    hidden = model.config.hidden_size
-    widened = getattr(model.config, "intermediate_size", None) or 4 * hidden
-    passing = ids.numel() * (4 * hidden + 3 * widened) * model.dtype.itemsize
-    rows, width = ids.shape
-    needed = shape.kv_bytes(rows, width, new_tokens, model.dtype.itemsize).stock + passing
-    free = cpu_memory(free=True)
-    return f"out of memory: {needed / 2**30:.1f} GiB of {free / 2**30:.1f}" if needed > free else ""
-
-
 class _Workload:
     """A model with the tokens of its prompts; raises InputError where a prompt leaves no room for the new tokens."""
 
@@ -211,23 +139,21 @@ class _Workload:
         model: PreTrainedModel,
         prompts: Sequence[Sequence[int]],
         timing: Timing,
-        too_long: str,
+        lower: str,
         columns: dict[str, Any],
     ):
-        self.model, self.prompts, self.timing = model, prompts, timing
+        self.model, self.device, self.prompts, self.timing = model, model.device, prompts, timing
         self._columns = {**columns, "dtype": str(model.dtype).removeprefix("torch.")}
         limit, longest = max_positions(model.config), max(map(len, prompts))
         if limit is not None and longest + timing.new_tokens > limit:
-            raise InputError(too_long.format(longest=longest, new=timing.new_tokens, limit=limit))
+            raise InputError(
+                f"a prompt of {longest} tokens with {timing.new_tokens} new ones is longer than the {limit} positions "
+                f"of this model; lower `{lower}` or `new_tokens`"
+            )
 
 
 class HierBench(_Workload):
-    """Measures calls in which two levels may be shared.
-
-    `prompts` are the tokens of each problem's prompt, neighbours of which begin alike; `name`, `task` and `shots` are
-    columns; `mode` and `sampler` are options of `enable`. In float32, with `check`, a level is measured only if its
-    greedy tokens are stock's.
-    """
+    """Measures calls in which two levels may be shared; with `check`, in float32, only levels with stock's tokens."""
 
     def __init__(
         self,
@@ -239,17 +165,12 @@ class HierBench(_Workload):
         shots: int,
         timing: Timing,
         mode: str = "auto",
-        sampler: str = "auto",
         check: bool = True,
     ):
-        too_long = (
-            "a prompt of {longest} tokens with {new} new ones is longer than the {limit} positions of this model; "
-            "lower `shots` or `new_tokens`"
-        )
-        super().__init__(model, prompts, timing, too_long, {"model": name, "task": task, "shots": shots})
-        self._options = {"mode": mode, "sampler": sampler}
+        super().__init__(model, prompts, timing, "shots", {"model": name, "task": task, "shots": shots})
+        self._options = {"mode": mode}
         self._check = check and model.dtype == torch.float32
-        self._stock: tuple[HierCase, Tensor] | None = None
+        self._stock: Latest[Tensor] = Latest()
 
     def case(self, problems: int, samples: int) -> HierCase:
         check_point(problems, samples, len(self.prompts))
@@ -265,7 +186,7 @@ class HierBench(_Workload):
 
     def measure(self, case: HierCase, level_name: str) -> dict[str, Any]:
         """The columns of a level, see `measure_calls`."""
-        found = guarded((), lambda: self._measured(case, LEVELS[level_name]))
+        found = calls.guarded((), lambda: self._measured(case, LEVELS[level_name]))
         found.pop("tokens", None)
         return found
 
@@ -298,11 +219,12 @@ class HierBench(_Workload):
         return found.view(case.problems, case.samples, -1)
 
     def _stock_tokens(self, case: HierCase) -> Tensor:
-        if self._stock is None or self._stock[0] != case:
+        def make() -> Tensor:
             one_each = batch_of(self.prompts[: case.problems], self.model)
             one = greedy_tokens(self.model, one_each, None, min(CHECKED_TOKENS, self.timing.new_tokens))
-            self._stock = case, one[:, None].expand(-1, case.samples, -1)
-        return self._stock[1]
+            return one[:, None].expand(-1, case.samples, -1)
+
+        return self._stock.of(case, make)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -311,10 +233,7 @@ def _common(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 class QuestionsBench(_Workload):
-    """Measures calls that ask many questions about one text; answers are drawn greedily.
-
-    `name` and `document_name` are columns; `mode` is an option of `enable`.
-    """
+    """Measures calls that ask many questions about one text; answers are drawn greedily."""
 
     def __init__(
         self,
@@ -331,23 +250,19 @@ class QuestionsBench(_Workload):
             ids: list[int] = tokenizer(text, verbose=False).input_ids
             return ids
 
-        too_long = (
-            "text and question of {longest} tokens with {new} new ones are longer than the {limit} positions of this "
-            "model; lower `tokens` or `new_tokens`"
-        )
         columns = {"model": name, "document": document_name, "facts": len(document.facts)}
         columns["prefix_tokens"] = len(ids_of(document.prefix))
         prompts = [ids_of(document.prompt(fact)) for fact in document.facts]
-        super().__init__(model, prompts, timing, too_long, columns)
+        super().__init__(model, prompts, timing, "tokens", columns)
         self.tokenizer, self.document, self._mode = tokenizer, document, mode
-        self._answers: tuple[QuestionsCase, Tensor] | None = None
+        self._answers: Latest[Tensor] = Latest()
 
     def case(self, questions: int) -> QuestionsCase:
         return QuestionsCase(**self._columns, questions=questions, new_tokens=self.timing.new_tokens)
 
     def measure(self, case: QuestionsCase, way: str) -> dict[str, Any]:
         """The columns of a way, see `measure_calls`; and ``correct``: answers that are right."""
-        found = guarded((), lambda: self._measured(case, way))
+        found = calls.guarded((), lambda: self._measured(case, way))
         tokens: Tensor | None = found.pop("tokens", None)
         return found if tokens is None else found | {"correct": self._correct(tokens)}
 
@@ -355,18 +270,16 @@ class QuestionsBench(_Workload):
         batch = batch_of([self.prompts[number % len(self.prompts)] for number in range(case.questions)], self.model)
         enable = {"mode": self._mode} if way == "shared" else None
         found = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
-        if "tokens" in found and self.model.dtype == torch.float32:
-            if self._answers is None or self._answers[0] != case:
-                self._answers = case, found["tokens"]
-            elif not torch.equal(found["tokens"], self._answers[1]):
-                return {"status": "wrong: shared and stock give other tokens"}
-        return found
+        if "tokens" not in found or self.model.dtype != torch.float32:
+            return found
+        right = torch.equal(found["tokens"], self._answers.of(case, lambda: found["tokens"]))
+        return found if right else {"status": "wrong: shared and stock give other tokens"}
 
     def _correct(self, tokens: Tensor) -> int:
-        ends, right = end_tokens_of(self.model), 0
+        ends, right = calls.end_tokens_of(self.model), 0
         for row, drawn in enumerate(tokens.tolist()):
             at = row % len(self.prompts)
-            answer = drawn[: count_before_end(drawn, ends)]
-            text = continuation(self.tokenizer, list(self.prompts[at]), answer)
+            answer = drawn[: calls.count_before_end(drawn, ends)]
+            text = calls.continuation(self.tokenizer, list(self.prompts[at]), answer)
             right += is_right(text, self.document.facts[at])
         return right

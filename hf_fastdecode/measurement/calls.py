@@ -308,12 +308,9 @@ def peak_over(device: torch.device, before: int | None) -> int | None:
     return None if before is None else torch.cuda.max_memory_allocated(device) - before
 
 
-def cpu_memory(*, free: bool = False) -> int:
-    """Bytes of this machine's memory, or what is free or can be freed, up to the limit of a container."""
+def cpu_memory() -> int:
+    """Bytes of this machine's memory, up to the limit of a container."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, StopIteration):  # where the system does not tell
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines() if free else []
-        found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     with suppress(OSError, ValueError):  # no such limit, or "max"
         found = min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return found

@@ -9,7 +9,7 @@ import torch
 from benchmarks import operator_time as ceilings
 from benchmarks.operator_time import Ceilings, measure_ceilings, time_operator
 from benchmarks.ops.cases import shared
-from hf_fastdecode.measurement.calls import percentiles, wall_samples
+from hf_fastdecode.measurement.calls import cpu_memory, percentiles, wall_samples
 
 CPU = torch.device("cpu")
 
@@ -18,6 +18,10 @@ def test_percentiles_by_hand():
     assert percentiles([3.0]) == (3.0, 3.0, 3.0)
     assert percentiles([4.0, 1.0]) == (1.0, 2.5, 4.0)
     assert percentiles([float(value) for value in range(11)]) == (2.0, 5.0, 8.0)
+
+
+def test_memory_is_some():
+    assert 2**20 < cpu_memory() < 2**50
 
 
 def test_time_of_one_call_and_its_last_output():

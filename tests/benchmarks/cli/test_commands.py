@@ -41,11 +41,6 @@ def test_help_teaches(words, monkeypatch):
     assert "it goes on where it broke off" in " ".join(result.stdout.split())
 
 
-def test_the_commands_are_listed():
-    result = run("--help")
-    assert all(command in result.stdout for command in ("ops", "generate", "tables", "workloads", "summary"))
-
-
 def test_help_and_lists_need_no_torch():
     lines = "ops --help\nworkloads hier --help\nworkloads longqa --help\ntables --table hydragen-fig1 --list"
     assert "shape=13b-mha  context=2048  samples=1024" in without_torch("benchmarks.cli", lines, 0)[0]
@@ -57,7 +52,7 @@ def test_as_a_module(tmp_path):
     assert wrong.returncode == 2
     assert wrong.stderr == (
         "benchmarks: no table was named; give --table with one of bifurcated-1, bifurcated-6, bifurcated-7, "
-        "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2, or --all\n"
+        "hydragen-fig1, hydragen-fig4, hydragen-fig5, hydragen-table1, hydragen-table2\n"
     )
     words = ["ops", "--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu"]
     code = f"import os; os.chdir({str(tmp_path)!r}); {AS_MODULE.format('benchmarks')}"
@@ -82,7 +77,7 @@ def test_operators(tmp_path):
     columns += "head_dim dtype nodes way status variant us_p20 us_p50 us_p80 over_floor tb_per_s tflop_per_s bytes "
     columns += "flops floor_us copy_tb_per_s matmul_tflop_per_s error_ratio"
     assert list(rows[0]) == columns.split()
-    assert tuple(OP_WAYS) == OP_WAY_NAMES
+    assert tuple(OP_WAYS) == tuple(OP_WAY_NAMES)
 
 
 def test_a_wrong_way_ends_the_command(tmp_path, monkeypatch):
@@ -144,23 +139,6 @@ def test_nothing_measured_is_no_success(tmp_path):
     assert "nothing was measured: graph: mode='graph' needs a CUDA device, got cpu" in result.stderr
 
 
-def test_a_link_stays_one(tmp_path):
-    link, file = tmp_path / "link.csv", tmp_path / "there" / "rows.csv"
-    link.symlink_to(file)
-    words = ("--set", "tiny", "--only", "ragged", "--way", "ours", "--device", "cpu", "--no-check")
-    assert run("ops", *words, "--out", link).exit_code == 0
-    assert link.is_symlink() and not file.is_symlink()
-    assert len(read_rows(file)) == 1
-
-
-def test_a_file_in_the_way_of_a_shape_s_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("tiny").touch()
-    words = ("--shape", "tiny", "--point", "64x2", "--new-tokens", 4, "--way", "shared", "--device", "cpu")
-    words += ("--dtype", "float32", "--repeats", 1)
-    assert run("generate", *words, "--no-check", "--out", "rows.csv").exit_code == 0
-
-
 def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
     random_model("tiny", "cpu", torch.float32).config.save_pretrained(tmp_path / "bare")
     words = ("--point", "100x4", "--new-tokens", 4, "--dtype", "float32", "--device", "cpu", "--no-check")
@@ -179,15 +157,13 @@ def test_noisy_rows_are_named():
     point = {"shape": "embedded", "context": "1024", "samples": "32", "finish": ""}
     quiet, loud = times("ms_per_step", 2, 3, **point), times("ms_per_step", 2, 7.6, **point)
     assert noisy([quiet, times("us", "", "", case="a")]) == ""
-    assert noisy([quiet, loud]) == (
-        "noisy: 1024x32 stock (p80 3.8 times p20); measure again on an idle machine, with another --out"
+    assert noisy([quiet, loud, times("ms_per_step", -1, 0.5, **point)]) == (
+        "noisy: embedded 1024 32 stock (p80 0.5, p20 -1), embedded 1024 32 stock (p80 7.6, p20 2); "
+        "measure again on an idle machine, with another --out"
     )
-    assert noisy([quiet, loud | {"shape": "tiny"}]).startswith("noisy: tiny 1024x32 stock (p80 3.8 times p20);")
-    less = times("ms_per_step", -1, 0.5, **point)
-    assert noisy([loud, less]).startswith("noisy: 1024x32 stock (p80 0.5, p20 -1), 1024x32 stock (p80 3.8 times p20);")
     many = [times("us", 1, 2 + size, case=f"n{size}") for size in range(7)]
-    assert "noisy: n6 stock (p80 8.0 times p20), n5 " in noisy(many)
-    assert "n2 stock (p80 4.0 times p20) and 2 more; measure" in noisy(many)
+    assert "noisy: n6 stock (p80 8, p20 1), n5 " in noisy(many)
+    assert "n2 stock (p80 4, p20 1) and 2 more; measure" in noisy(many)
 
 
 def test_parallel_lists_and_predicts(tmp_path):
@@ -236,10 +212,3 @@ def test_without_a_shape_the_embedded_model_is_measured(command):
     shown = run(command, "--list").stdout.splitlines()
     assert shown
     assert all(line.startswith("shape=embedded") for line in shown)
-
-
-@pytest.mark.parametrize(
-    ("spelling", "name"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")]
-)
-def test_both_spellings_of_a_dtype(spelling, name):
-    assert f"dtype={name}" in run("generate", "--dtype", spelling, "--list").stdout

@@ -3,13 +3,11 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks.generate.calls import caller
 from benchmarks.generate.cases import PromptTree
 from benchmarks.generate.shapes import given_of
 from benchmarks.generate.ways import find_way, using
-from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
 
 from .tiny_case import CASE, PER_TOKEN
 
@@ -32,13 +30,6 @@ def test_lengths_are_spread_evenly():
 def test_impossible_lengths(bounds):
     with pytest.raises(ValueError, match=f"rows must finish between 1 and new_tokens = 8, got '{bounds}'"):
         replace(CASE, finish=bounds)
-
-
-def test_each_row_ends_after_its_own_number_of_tokens():
-    criterion = RowLengthCriteria(3, torch.tensor([1, 5, 2]))
-    ids = torch.zeros(3, 5, dtype=torch.long)
-    assert criterion(ids, None).tolist() == [True, False, True]
-    assert criterion(ids[:, :4], None).tolist() == [True, False, False]
 
 
 def test_lengths_of_a_mean_are_skewed():
@@ -105,7 +96,3 @@ def test_one_level_stores_each_problem_whole(bench):
     assert {row["floor_kv_bytes"] for row in rows.values()} == {stored[1] * PER_TOKEN}
     embedded = [6 * 127, 80 + 3 * 40 + 6 * 7, 3 * 120 + 6 * 7]
     assert [row["embedded_tokens"] for row in rows.values()] == embedded
-
-
-def test_bifurcated_takes_one_prompt(bench):
-    assert bench.measure(TREE.case("tiny", 8, "float32"), "eager-bifurcated")["status"].startswith("not run: ")

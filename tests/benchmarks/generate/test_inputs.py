@@ -1,7 +1,5 @@
 """Shapes whose calls are given more than token ids, tiny and on the CPU: an encoder's input, an image in a text."""
 
-import logging
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from benchmarks.generate import ways as replacing
 from benchmarks.generate.calls import caller, check_way, load, logits_error, small_case
 from benchmarks.generate.cases import GenerateCase, PromptTree
 from benchmarks.generate.shapes import INPUT_SHAPES, given_of
-from benchmarks.generate.ways import find_way, using
+from benchmarks.generate.ways import find_way
 from hf_fastdecode.errors import InputError
 
 from .tiny_case import CPU
@@ -73,10 +71,10 @@ def test_logits_in_half_precision(shape):
 
 @pytest.mark.parametrize("shape", ["tiny-whisper", "tiny-qwen3-vl"])
 def test_wrong_attention_is_found(shape, monkeypatch):
-    monkeypatch.setitem(replacing.REPLACEMENTS, "hydragen", replacing.no_attention)
-    red = check_way(find_way("eager-hydragen"), CPU, torch.float32, small_case(shape))
+    monkeypatch.setattr(replacing.GenerateWay, "exact", True)
+    red = check_way(find_way("eager-no-attention"), CPU, torch.float32, small_case(shape))
     assert red == "wrong: other tokens than stock in fp32 on cpu"
-    assert logits_error(find_way("eager-hydragen"), CPU, torch.bfloat16, small_case(shape)) > 10
+    assert logits_error(find_way("eager-no-attention"), CPU, torch.bfloat16, small_case(shape)) > 10
 
 
 def test_a_check_of_a_call_that_runs_stock_is_not_green():
@@ -107,25 +105,6 @@ def test_whisper_makes_one_call_of_its_recording():
     tokens = caller(model, case, find_way("stock"))(40)
     assert tokens.shape == (SAMPLES, 40)
     assert tokens.max() < model.generation_config.no_timestamps_token_id
-
-
-@pytest.mark.parametrize("way", ["stock", "shared", "stock-beams", "beams"])
-@pytest.mark.parametrize("shape", CASES)
-def test_transformers_warns_of_nothing_between_rows(shape, way, caplog):
-    """But for what it warns of once in a process."""
-    chosen, logger = find_way(way), logging.getLogger("transformers")
-    model = load(shape, CPU, torch.float32)
-    call = caller(model, CASES[shape], chosen)
-    with using(model, chosen):
-        call(NEW)
-    caplog.clear()
-    logger.addHandler(caplog.handler)
-    try:
-        with using(model, chosen):
-            call(NEW)
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert caplog.messages == []
 
 
 def test_trees_are_of_token_ids():

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.generate.cases import KINDS, PARTS, GenerateCase, ProfileCase
 from benchmarks.generate.profile import Kernel, Profile, kind_of
-from benchmarks.generate.table import profile_table
 
 
 @pytest.mark.parametrize(
@@ -41,17 +39,3 @@ def test_a_step_is_what_a_whole_call_takes_longer():
     assert (step.kinds["products"], step.kinds["attention"], step.kinds["pointwise"]) == (80, 15, 0)
     assert (step.busy_us, step.launches) == (90, 2)  # where two overlap, the time counts once
     assert step.columns()["largest"] == "row_products 80 us; attend 15 us; a_gemm 0 us; rotate 0 us"
-
-
-def test_table():
-    numbers = {"ms": "4.5", "busy_ms": "4.25", "launches": "1200", "largest": "row_products 3000 us"}
-    numbers |= {f"{kind}_ms": "0.5" for kind in KINDS} | {"way": "shared", "status": "ok"}
-    place = {"device": "a GPU", "torch": "2", "transformers": "5"}
-    case = GenerateCase("7b-mha", 2048, 16, 65)
-    rows = [place | {name: str(it) for name, it in ProfileCase(case, part).columns().items()} for part in PARTS]
-    table = profile_table([rows[0] | numbers, rows[1] | numbers | {"status": "out of memory: so"}])
-    kinds = " 0.50 |" * len(KINDS)
-    assert (
-        f"| 7b-mha | 2,048 | 16 | first token | shared | 4.50 | 4.25 |{kinds} 1,200 | row_products 3000 us |" in table
-    )
-    assert f"| 7b-mha | 2,048 | 16 | step | shared | out of memory |{'  |' * (3 + len(KINDS))}" in table

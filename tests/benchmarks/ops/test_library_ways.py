@@ -95,8 +95,6 @@ class BatchDecodeWithPagedKVCacheWrapper(Paged):
         paged_kv_indptr_buffer=None,
         paged_kv_indices_buffer=None,
         paged_kv_last_page_len_buffer=None,
-        backend="auto",
-        jit_args=None,
     ):
         assert use_cuda_graph
         buffers = [paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer]
@@ -121,10 +119,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         paged_kv_indptr_buf=None,
         paged_kv_indices_buf=None,
         paged_kv_last_page_len_buf=None,
-        custom_mask_buf=None,
-        mask_indptr_buf=None,
-        backend="auto",
+        **options,
     ):
+        assert options in ({}, {"backend": "fa2"})
         assert use_cuda_graph
         buffers = [qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf]
         self._read(kv_layout, qo_indptr_buf, buffers)
@@ -139,10 +136,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Paged):
         num_kv_heads,
         head_dim_qk,
         page_size,
-        head_dim_vo=None,
-        custom_mask=None,
-        packed_custom_mask=None,
-        causal=False,
         **options,
     ):
         tables = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
@@ -166,12 +159,8 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr=None,
         paged_kv_last_page_len_buf_arr=None,
     ):
-        buffers = (
-            qo_indptr_buf_arr,
-            paged_kv_indptr_buf_arr,
-            paged_kv_indices_buf_arr,
-            paged_kv_last_page_len_buf_arr,
-        )
+        kv = (paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr)
+        buffers = (qo_indptr_buf_arr, *kv)
         self.levels = [
             BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *level)
             for level in zip(*buffers, strict=True)
@@ -188,7 +177,6 @@ class MultiLevelCascadeAttentionWrapper:
         num_kv_heads,
         head_dim,
         page_size,
-        causal=False,
         **options,
     ):
         tables = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)

@@ -6,8 +6,7 @@ from itertools import product
 import pytest
 
 from benchmarks.figures import draw_scaling
-from benchmarks.parallel import cases as volumes
-from benchmarks.parallel.cases import AttentionCase
+from benchmarks.parallel.cases import AttentionCase, paper_bytes
 from benchmarks.parallel.cost_model import DEVICE, Cluster, Heads, Link, fitted, measured_cluster, predict, predictions
 from benchmarks.parallel.table import predicted_table, scaling_table
 
@@ -92,11 +91,11 @@ def test_figure_and_table(tmp_path):
 def test_the_papers_equations():
     """The paper's example (section 6.3): 640,000 tokens between 8 GPUs, a hidden size of 2048 in bfloat16."""
     case = AttentionCase("paper", 640_000, rows=1, layers=1, heads=16, kv_heads=16, head_dim=128, ranks=8)
-    assert volumes.stored_bytes(case, 2) == 2 * 80_000 * 2048 * 2
-    assert volumes.ring_volume(case, 2) == 8 * 2 * 80_000 * 2048 * 2
-    assert volumes.tree_volume(case) == 2 * 7 * (2048 + 2 * 16) * 4 // 8
-    assert volumes.ring_memory(case, 2) == (4 * 80_000 * 2048 + 2 * 2048) * 2
-    assert volumes.tree_memory(case, 2) == (2 * 80_000 * 2048 + 2048) * 2 + (2048 + 2 * 16) * 4
+    assert case.stored_bytes(2) == 2 * 80_000 * 2048 * 2
+    assert paper_bytes(case, 2) == {
+        "ring": (8 * 2 * 80_000 * 2048 * 2, (4 * 80_000 * 2048 + 2 * 2048) * 2),
+        "tree": (2 * 7 * (2048 + 2 * 16) * 4 // 8, (2 * 80_000 * 2048 + 2048) * 2 + (2048 + 2 * 16) * 4),
+    }
 
 
 def test_parts_must_be_equal():

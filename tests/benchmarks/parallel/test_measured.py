@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks.ops.inputs import BOUND
 from benchmarks.parallel.cases import ATTENTION_WAYS
-from benchmarks.parallel.table import parallel_table
 
 from ...fresh_processes import run_fresh
 from ...workers import made_once
@@ -67,28 +66,3 @@ def test_rows_of_each_kind(seen):
     assert bytes_of[0] == 2 * 2 * 79 * 2 * 32 * 4  # keys and values, layers, tokens, KV heads, head_dim, fp32
     # Of 79 tokens rank 0 has 40; split heads are halves.
     assert bytes_of[1:] == [bytes_of[0] * 40 // 79, bytes_of[0] // 2, bytes_of[0] * 40 // 79]
-
-
-def test_tables_of_each_kind():
-    where = {"device": "GPU", "torch": "1", "transformers": "2", "ranks": "2", "status": "ok", "dtype": "bfloat16"}
-    where["command"] = "bench parallel"
-    case = {"shape": "8b-gqa", "context": "262144", "rows": "1", "fill": "random", "case": "steps-x"}
-    step = {"ms_per_step": "12.345", "decode_peak_bytes": str(40 << 30), "first_token_s": "", "prefill_peak_bytes": ""}
-    rows = [where | case | step | {"way": "sequence"}, where | case | {"way": "tensor", "status": "out of memory"}]
-    text = parallel_table(rows)
-    assert "| model | context | rows | sequence | tensor |" in text
-    assert "| 8b-gqa | 262,144 | 1 | 12.35 (40.0) | out of memory |" in text
-    assert "without the check" not in text
-    assert "without the check" in parallel_table([rows[0] | {"command": "bench parallel --no-check"}])
-    way = {"us_p50": "100", "us_per_step": "3200", "communication_share": "0.25", "captured": "True", "way": "tree"}
-    way |= {
-        "sent_bytes": "530432",
-        "paper_sent_bytes": "532480",
-        "peak_bytes": "",
-        "paper_bytes": "",
-        "case": "attention-x",
-    }
-    text = parallel_table([where | case | way | {"error_ratio": "1.0"}])
-    assert "| 8b-gqa | 262,144 | 1 | tree | 100.0 | 3.20 | 25 % | 0.53 (0.53) |  | 1.00 | yes |" in text
-    one = {"case": "collective-16384", "bytes": "16384", "us_p50": "9.5", "gb_per_s": "1.7", "way": "all-gather"}
-    assert "| 16 | 9.5 (2) |" in parallel_table([where | one])

@@ -88,9 +88,3 @@ def test_the_command(tmp_path):
     result = run(*words, "--config", "nosuch=1")
     assert result.exit_code == 1
     assert "| 2 | 20 | flash | " in result.stdout
-
-
-def test_the_list():
-    listed = run("--set", "grid", "--list").stdout.splitlines()
-    assert listed[0] == "case=n1-m32768  rows=1  context=32768  heads=32  head_dim=128  dtype=float16"
-    assert len(listed) == 4

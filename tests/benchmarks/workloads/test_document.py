@@ -8,7 +8,7 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.workloads.cases import check_point, parse_points, problem_prompts
+from benchmarks.workloads.cases import parse_points, problem_prompts
 from benchmarks.workloads.document import MOST_FACTS, Fact, is_right, make_document, make_facts
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks, few_shot_prompt
 from hf_fastdecode.errors import InputError
@@ -19,7 +19,6 @@ READINGS = {
     r"Which code opens the locker of (\w+)\?": r"The locker of {} opens with the code (\d+)\.",
     r"Where does a cousin of (\w+) live\?": r"A cousin of {} lives in (\w+)\.",
 }
-PROSE = "It was late. Nobody came (they had said so.) The river\nrose! What now? " * 40
 
 
 @pytest.fixture(scope="module")
@@ -84,32 +83,10 @@ def test_names_are_told_apart():
     assert make_facts(7, 0) == facts[:7]
 
 
-@pytest.mark.parametrize("tokens", [None, 500])
-def test_a_given_text_keeps_its_words(tokens):
-    document = make_document(words, tokens, shots=1, prose=PROSE)
-    text = document.prefix.partition("Answer the questions")[0]
-    for fact in make_facts(MOST_FACTS + 1, 0):
-        text = text.replace(f"{fact.sentence} ", "").replace(fact.sentence, "")
-    kept = " ".join(text.split())
-    assert " ".join(PROSE.split()).startswith(kept)
-    if tokens is None:
-        assert kept == " ".join(PROSE.split())
-    else:
-        assert tokens - 12 < words(document.prefix) <= tokens
-    assert all(answers(document.prefix, fact.question) == [fact.answer] for fact in document.facts)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "prose", "message"),
-    [
-        (60, None, "`tokens=60` leave no room for 5 solved questions and a fact to ask about, which take about "),
-        (None, "Too short.", "the document's tokens leave no room for 5 solved questions and a fact to ask about"),
-        (5000, PROSE, r"solved questions has \d+ tokens, fewer than `tokens=5000`; pass a longer document, or leave"),
-    ],
-)
-def test_texts_that_are_too_short_are_refused(tokens, prose, message):
+def test_texts_that_are_too_short_are_refused():
+    message = "`tokens=60` leave no room for 5 solved questions and a fact to ask about, which take about "
     with pytest.raises(InputError, match=message):
-        make_document(words, tokens, prose=prose)
+        make_document(words, 60)
 
 
 def test_what_is_said_to_be_needed_is_enough():
@@ -180,11 +157,6 @@ def test_tasks_of_another_form_are_refused(tmp_path):
     path.write_text(json.dumps(record | {"canonical_solution": "    return 1\n"}) + "\n")
     with pytest.raises(InputError, match="task HumanEval/0 begins with a signature; the prompt format austin is"):
         problem_prompts(load_tasks("humaneval", data=path), 3)
-
-
-def test_points_and_counts():
-    assert parse_points("8x4, 2x16,8x4") == [(8, 4), (2, 16)]
-    check_point(2, 2, 2)
 
 
 @pytest.mark.parametrize("text", ["", "8", "8x", "x8", "0x2", "2x-1", "2x2,", "²x2", "2x2x2"])

@@ -8,7 +8,6 @@ import torch
 from benchmarks.workloads import measure as longqa
 from benchmarks.workloads.document import make_document
 from benchmarks.workloads.measure import QuestionsBench
-from hf_fastdecode.errors import InputError
 
 from .models import QUICK_GREEDY, reading_model
 
@@ -77,10 +76,3 @@ def test_ways_that_disagree_are_told(bench, monkeypatch):
     assert bench.measure(bench.case(2), "shared")["status"] == "ok"
     assert bench.measure(bench.case(2), "stock") == {"status": "wrong: shared and stock give other tokens"}
     assert bench.measure(bench.case(3), "stock")["status"] == "ok"  # another case, of which nothing is known
-
-
-def test_texts_longer_than_the_model_are_refused(reading):
-    model, tokenizer, _ = reading
-    document = make_document(lambda text: len(tokenizer(text).input_ids), 2040, shots=1)
-    with pytest.raises(InputError, match=r"with 3 new ones are longer than the 2048 positions of this model"):
-        QuestionsBench(model, tokenizer, document, name="tiny", document_name="made", timing=QUICK_GREEDY)
