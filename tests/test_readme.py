@@ -96,7 +96,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors, f"edit {page}: {target or page.name} has no heading #{anchor}, only {anchors}"
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/how-it-works.md", "docs/details.md"])
 def test_files_and_folders_named_are_there(page):
     package = ROOT / "hf_fastdecode"
     files = {path.name for folder in (package, ROOT / "benchmarks") for path in folder.rglob("*.py")}

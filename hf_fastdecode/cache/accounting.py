@@ -94,7 +94,7 @@ class KVSizes:
         for index, store in stores:
             if store.kind not in _COUNTED:
                 raise ValueError(
-                    f"layer {index} of {layout.model_type} ({layout.types[index]}) stores {_OTHERS[store.kind]}; only "
+                    f"layer {index} of {layout.model_type} ({layout.types[index]}) stores {_OTHERS.get(store.kind, 'more than keys and values')}; only "
                     "keys and values are counted"
                 )
             if not store.numbers:
@@ -169,5 +169,4 @@ _OTHERS = {
     Kind.STATE: "a state",
     Kind.CROSS: "keys and values of another sequence",
     Kind.OWN: "a layout of its own",
-    Kind.OTHER: "more than keys and values",
 }

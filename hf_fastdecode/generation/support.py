@@ -75,9 +75,9 @@ def _check_layout(layout: ModelLayout, *, keeps_states: bool) -> None:
     reasons = {**OTHER_ENCODER_DECODERS, **STATES_NOT_SHARED}  # of decoders alone, they are the same
     if (reason := reasons.get(layout.model_type)) is not None:
         raise Unsupported(reason)
-    refused = {Kind.OTHER} if keeps_states else {Kind.OTHER, Kind.STATE}
+    served = PER_TOKEN | {Kind.CROSS, Kind.STATE} if keeps_states else PER_TOKEN | {Kind.CROSS}
     for name, stores in zip(layout.types, layout.layers, strict=True):
-        types |= {name for store in stores if store.kind in refused}
+        types |= {name for store in stores if store.kind not in served}
     if types:
         raise Unsupported(
             f"its layers of type {', '.join(sorted(types))} need more than keys and values of every token"
