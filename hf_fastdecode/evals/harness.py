@@ -62,7 +62,7 @@ class FastDecodeLM(HFLM):
 def _multimodal_class(config: Any) -> Any:
     try:
         auto = auto_class(config)
-    except ValueError:  # code of its own
+    except ValueError:  # custom code
         return None
     return None if config.is_encoder_decoder or auto is AutoModelForCausalLM else auto
 

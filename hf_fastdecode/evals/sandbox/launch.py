@@ -67,7 +67,7 @@ class Limits:
         """
         seconds = math.ceil(self.cpu_seconds)
         values = {
-            "cpu": (seconds + 1, seconds + 2),  # after the host's own accounting, which says why
+            "cpu": (seconds + 1, seconds + 2),  # after the host's accounting, which says why
             "data": (self.memory_bytes,) * 2,
             "fsize": (self.file_bytes,) * 2,
             "nofile": (self.open_files,) * 2,
@@ -270,7 +270,7 @@ class Launch:
 
 
 class Backend(ABC):
-    """A program or a way that isolates programs; hashable."""
+    """A program or a method that isolates programs; hashable."""
 
     name: str  # as `choose` takes it
 

@@ -12,7 +12,7 @@ content in bytes (`_SIZED`, and ``n``, a builtin by its name), or how many value
 
 Or it is itself the value: ``H``, the number of a handle, and ``A``, one of `known`.
 
-A subclass of one of these travels as that one, so no behaviour of a program's own classes reaches the reader. All else
+A subclass of one of these travels as that one, so no behaviour of a program's classes reaches the reader. All else
 travels as a handle, which only the process that made it can open. Containers that hold themselves are refused.
 """
 
@@ -101,7 +101,7 @@ def value_type(kind: type) -> str:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether a class is a named tuple without methods or operators of its own."""
+    """Whether a class is a named tuple that adds no methods or operators."""
     fields = getattr(kind, "_fields", None)
     if kind.__bases__ != (tuple,) or type(fields) is not tuple or "_make" not in vars(kind):
         return False
@@ -180,7 +180,7 @@ SAFE_NAMES: frozenset[str] = frozenset(
     | {"Ellipsis", "NotImplemented"}
 ) - {"AssertionError", "Exception"}
 """Builtins that a process that is not trusted may send: calling them does no harm, whatever the arguments, and tests
-that catch them catch none of their own failures."""
+that catch them catch none of the tests' failures."""
 
 
 def no_handle(*arguments: Any) -> Any:
@@ -441,9 +441,9 @@ class Messages:
 
     def send(self, *parts: bytes) -> None:
         sized = (part for one in parts for part in (len(one).to_bytes(4, "big"), one))
-        rest = memoryview(len(parts).to_bytes(4, "big") + b"".join(sized))
-        while rest:
-            rest = rest[os.write(self._out, rest) :]
+        unsent = memoryview(len(parts).to_bytes(4, "big") + b"".join(sized))
+        while unsent:
+            unsent = unsent[os.write(self._out, unsent) :]
 
     def _number(self) -> int:
         return int.from_bytes(self._take(4), "big")
