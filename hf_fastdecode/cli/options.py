@@ -1,6 +1,6 @@
 """The options that commands share, each defined once with its bounds, and groups of options that are dataclasses.
 
-A command that means something else by an option, or has more to say about it, defines its own.
+A command that means something else by an option, or documents it further, redefines it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SamplingOptions:
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Draw from this many most likely tokens. 0 is off; transformers' own default is 50, which cuts the "
+            help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
             "tail without a word.",
             show_default="0",
         ),
@@ -246,7 +246,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("meta"):
-        raise InputError(f"device {name!r} holds no numbers; try auto or cpu")
+        raise InputError(f"device {name!r} holds no data; try auto or cpu")
     check_device(name)
     try:
         torch.empty(0, device=name)
