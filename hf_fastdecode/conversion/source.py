@@ -185,7 +185,7 @@ class Checkpoint:
 
     def rename(self, model_name: Callable[[str], str]) -> None:
         """Rename tensors from the names in files, e.g. of older releases, to those in models."""
-        self.places = {model_name(name): place for name, place in self.places.items()}
+        self.places = {model_name(name): location for name, location in self.places.items()}
 
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
         """Rename tensors as transformers does when it loads, and compare them with a model of the config.
@@ -248,9 +248,9 @@ class Checkpoint:
             if layers is None or not name.startswith(layers):
                 self.left_out += [name] if name in unknown else []
             elif not name.endswith(unread):
-                index, _, own = name.removeprefix(layers).partition(".")
+                index, _, short_name = name.removeprefix(layers).partition(".")
                 raise CheckpointError(
-                    f"layer {index} has a tensor {own}, which layers of {self.config.model_type} have not: the "
+                    f"layer {index} has a tensor {short_name}, which layers of {self.config.model_type} have not: the "
                     "checkpoint is of another architecture, whose classes come with it"
                 )
             del self.places[name]
@@ -281,7 +281,7 @@ class Checkpoint:
         return bool(self.tied) and all(name in self.places and not self.repeats(name) for name in self.tied)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU, in its own dtype; its elements are read from the disk when they are used."""
+        """A tensor, on the CPU, in the file's dtype; its elements are read from the disk when they are used."""
         file, stored = self.places[name]
         handle = self._handle(file)
         if stored not in list(handle.keys()):
@@ -307,8 +307,8 @@ class Checkpoint:
     def copy_beside(self, folder: Path) -> None:
         """Copy the files beside the weights, such as the tokenizer and the generation config, but not the config."""
         for file in sorted(self.folder.iterdir()):
-            own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
-            if file.is_file() and file.suffix in _BESIDE and not own:
+            replaced = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
+            if file.is_file() and file.suffix in _BESIDE and not replaced:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:

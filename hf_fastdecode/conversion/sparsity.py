@@ -79,7 +79,7 @@ def measure_sparsity(
 
     Slim attention, section 3: tokens whose attention weight is below the threshold add nothing to the values, and
     weights are not renormalised. Layers that keep keys and values have no threshold. The model runs the text in one
-    pass, and its own threshold is restored.
+    pass, and its threshold is restored.
 
     Args:
         model: A slim model, on any device. Of multimodal models the language model is measured, on text.
