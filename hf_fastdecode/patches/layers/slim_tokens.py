@@ -129,8 +129,8 @@ class SlimTokens(nn.Module):
         tables = self.tables(positions)
         rotated = self._heads(keys[:, 0].to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
-        numbers = load(coordinates, dtype, self.head_dim)
-        return CachedTokens(plain, numbers, tables, None if self.normalizes else rotated)
+        decoded = load(coordinates, dtype, self.head_dim)
+        return CachedTokens(plain, decoded, tables, None if self.normalizes else rotated)
 
     @property
     def normalizes(self) -> bool:
