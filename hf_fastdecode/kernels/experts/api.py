@@ -101,13 +101,13 @@ def _multiply(
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
-    activation, *numbers = gate or Gate(Activation.SILU)
+    activation, *limits = gate or Gate(Activation.SILU)
     _launch(
         "products",
         (-(-columns // config.columns), len(lists[1])),
         *(x, weight, bias, out),
         *lists,
-        *map(float, numbers),
+        *map(float, limits),
         WIDTH=width,
         COLUMNS=columns,
         PAIRS_PER_ROW=per_row,
@@ -165,7 +165,7 @@ def route(
         **overlap_options(device),
     )
     if not launched:
-        chosen.zero_()  # a model's own code may gather by them
+        chosen.zero_()  # a model's code may gather by them
     return scores, shares, chosen
 
 
@@ -184,7 +184,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     positions = torch.empty(rows, count, dtype=torch.int64, device=device)
     sizes = {"COLUMNS": columns, "COUNT": count, "BLOCK": power_of_two(columns), "num_warps": 1}
     if not _launch("largest", (rows,), scores, values, positions, **sizes, **overlap_options(device)):
-        positions.zero_()  # a model's own code may gather by them
+        positions.zero_()  # a model's code may gather by them
     return values, positions
 
 
@@ -230,8 +230,8 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
 def _sorted(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Experts of pairs in order, the pairs in this order, and where those of each expert end."""
     experts, order = torch.sort(chosen)
-    numbers = torch.arange(count, dtype=experts.dtype, device=chosen.device)
-    return experts, order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    indices = torch.arange(count, dtype=experts.dtype, device=chosen.device)
+    return experts, order, torch.searchsorted(experts, indices, right=True, out_int32=True)
 
 
 def _grouped_products(x: Tensor, weight: Tensor, ends: Tensor, weights: Weights) -> Tensor:

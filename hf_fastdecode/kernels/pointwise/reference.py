@@ -1,4 +1,4 @@
-"""The operators of this folder in PyTorch, with the roundings that the kernels repeat; exact ones of fp64 numbers."""
+"""The operators of this folder in PyTorch, with the roundings that the kernels repeat; exact in fp64."""
 
 from __future__ import annotations
 

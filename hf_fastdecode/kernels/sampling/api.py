@@ -120,9 +120,9 @@ class Settings:
                 raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
 
 
-def _on(device: torch.device | str, numbers: Iterable[float], dtype: torch.dtype) -> Tensor:
+def _on(device: torch.device | str, values: Iterable[float], dtype: torch.dtype) -> Tensor:
     """Values on a device, without waiting for what is queued there."""
-    return torch.tensor(list(numbers), dtype=dtype, device="cpu").to(device, non_blocking=True)
+    return torch.tensor(list(values), dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Form(NamedTuple):

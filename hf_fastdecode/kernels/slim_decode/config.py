@@ -95,9 +95,9 @@ def choose_two_launch_config(
     of a group reads, then cost the least. `dtype` is that of the cached keys.
     """
     padded, width = padded_heads(heads), power_of_two(head_dim)
-    own = max(1, min(power_of_two(heads), _SUMS // (padded * width)))
-    config = TwoLaunchConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
-    taken = partial(_shared_bytes, width=width, coordinates=rank_block(rank, -(-heads // own)), dtype=dtype)
+    at_once = max(1, min(power_of_two(heads), _SUMS // (padded * width)))
+    config = TwoLaunchConfig(at_once, warps=8 if padded * at_once * width >= _SUMS // 2 else 4)
+    taken = partial(_shared_bytes, width=width, coordinates=rank_block(rank, -(-heads // at_once)), dtype=dtype)
     return fitted(config, taken, shared_memory, ("stages", 2), ("block_t", 16))
 
 
