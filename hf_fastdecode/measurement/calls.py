@@ -198,7 +198,7 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
         if culprit := next(weights, None):
             reason = f"its weight {culprit} holds NaN or infinity; get the checkpoint again"
         else:
-            reason = f'numbers are too large for {str(model.dtype).removeprefix("torch.")}; try `dtype="float32"`'
+            reason = f'values are too large for {str(model.dtype).removeprefix("torch.")}; try `dtype="float32"`'
         raise InputError(f"the model's logits are not finite: {reason}") from error
 
 
