@@ -60,7 +60,7 @@ class SequenceParallel:
 
     @cached_property
     def global_ranks(self) -> tuple[int, ...]:
-        """Numbers of the processes in the default group."""
+        """Ranks of the processes in the default group."""
         return tuple(dist.get_process_group_ranks(self.group))
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
@@ -102,7 +102,7 @@ class SequenceParallel:
         """The partial over what all processes store, bitwise the same on all of them: one collective.
 
         Args:
-            own: That over what this process stores; ``(0, -inf)`` where it stores nothing.
+            own: The partial over what this process stores; ``(0, -inf)`` where it stores nothing.
 
         Raises:
             ValueError: Gradients are needed.
@@ -307,7 +307,7 @@ def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
             plan[name] = style
         elif style in ("rowwise", _OF_WHOLE_INPUT):
             plan[name] = _OF_WHOLE_INPUT
-        elif _WHOLE in ALL_PARALLEL_STYLES:  # else a plan replaces the model's own: what it does not name is whole
+        elif _WHOLE in ALL_PARALLEL_STYLES:  # else a plan replaces the model's: what it does not name is whole
             plan[name] = _WHOLE
     if not plan:
         raise ValueError(
