@@ -87,7 +87,7 @@ def _gone(function: Callable[..., Any]) -> ReferenceError:
 
 
 class Change(NamedTuple):
-    """An instance's attribute, and what it is to be."""
+    """An instance's attribute and its new value."""
 
     owner: object
     attribute: str

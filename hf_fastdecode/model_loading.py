@@ -1,4 +1,4 @@
-"""Loads what a model's name stands for: its weights by the class of transformers that generates text, its tokenizer.
+"""Loads a model by name, with the class of transformers that generates text, and its tokenizer.
 
 A name is one of `model_names.load_config`. Whatever cannot be loaded is an InputError in one line.
 """
@@ -129,7 +129,7 @@ def _checked_weights(name: str, config: Any, dtype: str | torch.dtype, device: t
 
 @contextmanager
 def _loading(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Within, errors are of the user's input: files that are not what they say may raise anything."""
+    """Context in which errors become InputErrors: damaged files may raise anything."""
     try:
         yield
     except InputError:

@@ -138,7 +138,7 @@ def _open_streams() -> None:
 
 
 def _flush_stdout(program: str) -> int:
-    """Write what is left; 0, or the exit code where that fails."""
+    """Flush stdout; returns 0, or the exit code where that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -147,7 +147,7 @@ def _flush_stdout(program: str) -> int:
 
 
 def _silence(stream: TextIO) -> None:
-    """Send to nowhere what is still buffered, so that the interpreter's last flush does not complain."""
+    """Discard buffered output, so that the interpreter's last flush raises nothing."""
     with suppress(OSError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 
@@ -212,7 +212,7 @@ def cpu_is_busy() -> bool:
 
 @contextmanager
 def resumed_by_same_command(path: Path) -> Iterator[None]:
-    """Within, Ctrl-C says that what is done is kept, before it ends the command."""
+    """Context in which Ctrl-C says that finished work is kept, before it ends the command."""
     try:
         yield
     except KeyboardInterrupt:

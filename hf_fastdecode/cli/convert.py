@@ -214,7 +214,7 @@ def convert_checkpoint(
 
 @contextmanager
 def _one_line_errors(target: Path | None, staging: Path | None = None) -> Iterator[None]:
-    """Within, errors of a conversion say how to go on with what is in the folder beside the target."""
+    """Context in which errors of a conversion say how to resume from the staging folder beside the target."""
     from ..conversion.convert import VerificationError
 
     try:
@@ -267,7 +267,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
         baseline = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
-            _layer_name(report, index),
+            _layer(report, index),
             cache_name(layer),
             short_dtype(layer["dtype"]),
             _number(measured["condition"]),
@@ -300,7 +300,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
     for index, layer in enumerate(report["layers"]):
         reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
         for reason in sorted(reasons):
-            closing.append(f"\nLayer {_layer_name(report, index)}: {reason}.", style="yellow")
+            closing.append(f"\nLayer {_layer(report, index)}: {reason}.", style="yellow")
     _append_verification(report, closing)
     return Group(table, closing)
 
@@ -320,7 +320,7 @@ def _append_warnings(report: dict[str, Any], closing: Text) -> None:
     for index, layer in enumerate(report["layers"]):
         name = "ordinary_int8" if layer["dtype"] in _EIGHT_BITS else "ordinary"
         if layer["output_error"] > report["tolerance"] * layer["measured"][name]["output_error"]:
-            over.append(_layer_name(report, index))
+            over.append(_layer(report, index))
     if over:
         layers = ", ".join(over)
         closing.append(f"\nLess accurate than --tolerance {report['tolerance']:g}: layers {layers}.", style="yellow")
@@ -356,7 +356,7 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {_layer_name(report, index)}: not in {short_dtype(best['dtype'])}, which has at best {ratio} the "
+            f"\nLayer {_layer(report, index)}: not in {short_dtype(best['dtype'])}, which has at best {ratio} the "
             f"error of int8 keys and values ({cache_name(best)}).",
             style="yellow",
         )
@@ -370,7 +370,7 @@ def _full(report: dict[str, Any]) -> RenderableType:
     for index, layer in enumerate(report["layers"]):
         error = layer["recovered_error"]
         table.add_row(
-            _layer_name(report, index),
+            _layer(report, index),
             cache_name(layer),
             "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
@@ -387,7 +387,7 @@ def cache_name(layer: dict[str, Any]) -> str:
     return names[layer["plan"]]
 
 
-def _layer_name(report: dict[str, Any], index: int) -> str:
+def _layer(report: dict[str, Any], index: int) -> str:
     """Number of a layer; of encoder-decoder models, which of its attentions too."""
     if "encoder_tokens" not in report:
         return str(index)

@@ -189,7 +189,7 @@ def parameters_of(function: Callable[..., None]) -> dict[str, Parameter]:
 
 
 def with_options(command: Callable[..., None], options: Iterable[Parameter]) -> Callable[..., None]:
-    """The function, with a signature of these options, which is what typer reads."""
+    """Give a function a signature of these options, for typer."""
     vars(command)["__signature__"] = found = Signature([*options])
     command.__annotations__ = {name: option.annotation for name, option in found.parameters.items()}
     return command
@@ -233,7 +233,7 @@ def check_enable_options(**given: Any) -> None:
 
 
 def check_device(name: str) -> None:
-    """Refuse what torch does not know as a device; whether this machine has it, `pick_device` finds out."""
+    """Refuse names that are no torch device; `pick_device` checks that this machine has it."""
     kind = re.fullmatch(r"([a-z]+)(:\d+)?", name)
     if name != "auto" and (kind is None or kind[1] not in _DEVICES):
         raise InputError(f"there is no device {name!r}; try auto or cpu, or cuda:0 for the first GPU")

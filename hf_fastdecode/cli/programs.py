@@ -32,7 +32,7 @@ PASS_ON: Final[dict[str, Any]] = {
     "allow_interspersed_args": False,  # after the first word even --help is lm-eval's
     **HELP_NAMES,
 }
-"""Context settings of the command: what it does not know is lm-eval's."""
+"""Context settings of the command: unknown options go to lm-eval."""
 
 LEAST: Final = "0.4.13"
 _LM_EVAL: Final = "pip install 'lm-eval>=0.4.13,<0.5'"
@@ -173,7 +173,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def enabled_models() -> Iterator[None]:
-    """Have servers that are made in this block enable the models that they load, and explain what they refuse.
+    """Context in which new servers enable the models that they load, and explain refused requests.
 
     The server has no argument for a model that is loaded already. It looks its model manager up by name when it is
     made, and takes all models from one public method of it; its application is made by a function of such a name too.
@@ -215,7 +215,7 @@ def enabled_models() -> Iterator[None]:
             return model
 
     def source(name: str) -> str:
-        """Folder, or id and revision, as transformers' manager names what it loads."""
+        """The model's folder, or id and revision, as named by transformers' manager."""
         found: str = stock.process_model_name(str(embedded_folder()) if name == EMBEDDED else name)
         return found
 
@@ -243,7 +243,7 @@ def _explained(app: Any) -> Any:
 
 
 WORDS: Final[dict[str, Any]] = {"allow_extra_args": True, "allow_interspersed_args": False, **HELP_NAMES}
-"""Context settings of the command: what comes after the program is the program's."""
+"""Context settings of the command: arguments after the program go to the program."""
 
 _SCRIPTS: Final = "console_scripts"
 
@@ -317,7 +317,7 @@ def _command(program: str) -> Callable[[], Any]:
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of the program, without those that started it."""
+    """Traceback frames of the program, without those of its launcher."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     found = trace
     while found is not None and found.tb_frame.f_code.co_filename in ours:

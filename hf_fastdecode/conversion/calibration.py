@@ -1,4 +1,4 @@
-"""Calibration: the text and features that layers are measured on, and what models compute on them."""
+"""Calibration: the text and features that layers are measured on, and the recorded inputs of layers."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Checkpoint:
     def _leave_out(
         self, expected: Mapping[str, Tensor], ignored: Any, layers: str | None, unread: tuple[str, ...]
     ) -> None:
-        """Leave out tensors that the model does not have, and refuse them in layers, and those of further layers."""
+        """Drop tensors that the model does not have; raise for surplus tensors in layers and for further layers."""
         numberless = {_LAYER_NUMBER.sub("#", name) for name in expected}
         surplus = sorted(self.places.keys() - expected.keys() - self.tied.keys())
         unknown = [name for name in surplus if not any(re.search(one, name) for one in (*_UNREAD, *ignored))]

@@ -75,7 +75,7 @@ def measure_sparsity(
     features: Tensor | None = None,
     tokenizer: Any = None,
 ) -> SparsityReport:
-    """Measure what ``sparsity_threshold`` skips in a slim model, and the error that it makes.
+    """Measure how much ``sparsity_threshold`` skips in a slim model, and the error that it adds.
 
     Slim attention, section 3: tokens whose attention weight is below the threshold add nothing to the values, and
     weights are not renormalised. Layers that keep keys and values have no threshold. The model runs the text in one

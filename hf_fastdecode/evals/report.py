@@ -71,7 +71,7 @@ class Accuracy:
         }[ranker]
 
     def short_label(self, ranker: Ranker) -> str:
-        """The name of a curve of `SHOWN`, as the paper has it."""
+        """The paper's name of a curve of `SHOWN`."""
         return "pass@n" if ranker == "oracle" else f"pass@top{self.m}"
 
     def value(self, ranker: Ranker, n: int) -> float:

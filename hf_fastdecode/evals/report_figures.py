@@ -50,7 +50,7 @@ def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Mark:
-    """A number that is to stand beside a point."""
+    """A number to print beside a point."""
 
     axis: Any
     point: tuple[float, float]  # in data coordinates

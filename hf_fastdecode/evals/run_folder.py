@@ -21,7 +21,7 @@ if os.name == "posix":
     import fcntl
 
 _PAUSE: Final = 0.5
-"""Seconds between two looks at what others are doing."""
+"""Seconds between two checks of other processes' progress."""
 
 
 class Queue:

@@ -307,7 +307,7 @@ class PythonFunctionEnd(StopRule):
         return line_ended and previous.text != "\\"
 
     def _judge(self, text: str) -> bool:
-        """Whether a statement that is not indented ends the function, as soon as its first tokens tell."""
+        """Whether a statement that is not indented ends the function; decided by its first tokens."""
         words = [token.text for token in self._head]
         if words[0] == "async":
             words = words[1:]

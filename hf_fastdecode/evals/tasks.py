@@ -188,7 +188,7 @@ FILES: Final = (
 
 
 def _difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """Say where a file's decompressed content is none of those published for a task name; else empty."""
+    """A note where a file's decompressed content is not a published one of its task name; else empty."""
     found = hashlib.sha256(content).hexdigest()
     names = _MBPP_NAMES if task_name in _MBPP_NAMES else {task_name}  # the reader of one form reads both
     pinned = [file for file in FILES if file.task_name in names]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""`append_token`: what a captured step does between a slim layer's projections and `slim_decode`, in one launch.
+"""`append_token`: the work between a slim layer's projections and `slim_decode` in a captured step, in one launch.
 
 The query of one token per row is rotated, and its key, less the offset, and V-coordinates are stored in a slim cache.
 """

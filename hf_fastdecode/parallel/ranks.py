@@ -1,4 +1,4 @@
-"""The processes that compute a model together, and what they decide together.
+"""The processes that compute a model together, and their agreements.
 
 They are those between which parameters are split, as by tensor parallelism, or contexts divided (`sequence`); both at
 once is Helix parallelism. They run the same forward passes, in each of which they communicate: one with fewer rows, or
@@ -40,7 +40,7 @@ _MOST_NUMBERS = 8
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """Memory of one process of the model does not suffice, which all of them know and raise at the same point."""
+    """Memory ran out in one process of the model; all of them raise it at the same point."""
 
 
 class PassFailedError(RuntimeError):

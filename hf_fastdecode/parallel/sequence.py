@@ -46,7 +46,7 @@ class OwnTokens(NamedTuple):
 
 
 class SequenceParallel:
-    """The processes between which contexts are divided, and what this one stores, by `shard` and `suffix_shard`.
+    """The processes between which contexts are divided, and this one's part, by `shard` and `suffix_shard`.
 
     All of the group's processes run the same calls.
     """
@@ -139,7 +139,7 @@ class SequenceParallel:
 
 
 class DividedStepTables(StepTables):
-    """As `StepTables`, of what this process stores of nodes and suffixes; attention is merged with the others'.
+    """`StepTables` of the nodes and suffixes that this process stores; attention is merged with the others'.
 
     Args:
         parallel: The processes.

@@ -115,7 +115,7 @@ WHOLE = Shard(0, 1)
 
 
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
-    """The forest of what a rank stores, over the same rows; nodes of which it has no token are left out.
+    """The forest of a rank's stored tokens, over the same rows; nodes of which it has no token are left out.
 
     Args:
         forest: The whole one.
@@ -294,6 +294,6 @@ class GatheredContexts:
         return self._gathered[span]
 
     def finish(self) -> None:
-        """Gather what this rank has not read."""
+        """Gather the remaining spans, which this rank does not read."""
         while self._left:
             self._gather(self._left.popleft())

@@ -46,7 +46,7 @@ _GRACE = 1.0
 """Seconds for a peer's error to be raised here too, and for a call to end whose store's process has ended."""
 
 _SILENT = 2.0
-"""Seconds without a heartbeat that tell which peer closed a connection."""
+"""Seconds without a heartbeat after which a peer counts as the one that closed a connection."""
 
 _LOGGED = 64
 """Latest events that a heartbeat has: a host may run ahead of another one, whose device still computes."""
@@ -390,7 +390,7 @@ _COMMUNICATION = re.compile("gloo|nccl|connection (closed|reset)|pair closure", 
 
 
 def _of_communication(error: BaseException | None) -> bool:
-    """Whether communication failed, or what an error was raised from."""
+    """Whether an error, or a cause of it, is of communication."""
     while error is not None:
         if isinstance(error, distributed.DistError):
             return True

@@ -121,7 +121,7 @@ def launched(device: str) -> tuple[int, int]:
 
 
 def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
-    """Draw what the folder lacks, with a bar, and say what was done."""
+    """Draw the samples that the folder lacks, with a progress bar, and report the number."""
     from ...evals.generation import generate_samples, model_digest
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
@@ -267,7 +267,7 @@ class _Timed(Case):
 
 
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
-    """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
+    """Measure the rows that the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation import measure_latency
 
     options = prepared.options

@@ -1,4 +1,4 @@
-"""V-coordinates: what to cache beside keys, so that values follow from rounded keys (from this project).
+"""V-coordinates, cached beside keys so that values can be computed from rounded keys (from this project).
 
 ``V = K W_KV`` with ``W_KV = W_K^-1 W_V`` is exact (Slim attention, eq. 1.4 and section 6, option 1), but rounding of
 the cached keys grows with ``W_KV``, by factors of up to the condition number of ``W_K``. Most of that error lies along

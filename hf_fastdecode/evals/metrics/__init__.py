@@ -114,7 +114,7 @@ def _ranked_last(sample: Sample, score: float | None) -> float | None:
 
 
 Deduplicate = Literal["text", "ast"]
-"""By equal texts, or by equal Python syntax trees."""
+"""How duplicates are found: by equal text, or by equal Python syntax tree."""
 
 
 def ast_key(completion: str) -> tuple[str, ...]:

@@ -165,7 +165,7 @@ BACKENDS: Final[dict[str, Backend]] = {
     backend.name: backend
     for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
 }
-"""By name; `auto` tries them in this order, but never `none`."""
+"""Sandboxes by name; `auto` tries them in this order, but never `none`."""
 
 _SETTINGS: Final = Path("/proc/sys")
 _DENIES_USER_NAMESPACES: Final = (

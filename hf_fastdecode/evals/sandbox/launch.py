@@ -227,7 +227,7 @@ def view_of(readable: tuple[Path, ...]) -> View:
 
 @cache
 def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
-    """Return the command line of an interpreter like this one with the standard library alone, and what it reads."""
+    """Return the command line of this interpreter with the standard library alone, and the paths that it reads."""
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     library = Path(sysconfig.get_path("stdlib", vars={**base, "installed_base": sys.base_prefix})).parent

@@ -1,4 +1,4 @@
-"""Tries to get out of a sandbox and reports what succeeded. Runs inside it, on the standard library alone."""
+"""Tries to escape from a sandbox and reports the attempts that succeed. Runs inside, on the standard library alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER: sched.h
 
 
 def main() -> None:
-    """Read what to try as a line of JSON, write what succeeded as another, and leave a file and a process.
+    """Read the attempts as a line of JSON, write those that succeeded as another, and leave a file and a process.
 
     That process is a grandchild in a new session, which never ends by itself.
     """

@@ -233,7 +233,7 @@ class SandboxedProcess:
         return self.cpu_seconds - self._cpu_before >= self.limits.cpu_seconds
 
     def renew(self, cpu_seconds: float, wall_seconds: float) -> None:
-        """Give it so much time from now and its whole output limit again, as for a server's next request."""
+        """Reset the time limit and the output limit, as for a server's next request."""
         self.limits = replace(self.limits, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
         self._renewed = self._waited = time.monotonic()
         self._deadline = self._renewed + wall_seconds

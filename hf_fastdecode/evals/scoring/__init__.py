@@ -102,7 +102,7 @@ class _Board:
         self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
 
     def check_alone(self, keys: Sequence[_Key]) -> dict[_Key, Result]:
-        """Check programs one at a time, with patience and each with processes that no other has used."""
+        """Check programs one at a time, with longer limits and each in new processes."""
         return {key: result for one in keys for key, result in self.check([one], 1, patience=_PATIENCE).items()}
 
     def check(
@@ -164,7 +164,7 @@ def usable_cpus() -> int:
 
 
 _PROGRAMS_AT_ONCE: Final = 128
-"""For each worker, programs between two writes."""
+"""Programs per worker between two writes."""
 
 _PROTOCOL: Final = 4
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""

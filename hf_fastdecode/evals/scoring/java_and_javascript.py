@@ -95,7 +95,7 @@ def _compile_sources() -> Path:
 
 @cache
 def _parts(home: Path) -> list[Path]:
-    """A JDK's folder, and what its links lead to outside, such as Debian's settings in `/etc`."""
+    """A JDK's folder, and the targets of its links outside, such as Debian's settings in `/etc`."""
     targets = {path.resolve() for path in home.rglob("*") if path.is_symlink()}
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
 

@@ -127,7 +127,7 @@ def _multiply(
 def route(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, arrived: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of experts, the shares of those that are chosen, and which these are; of equal scores the first.
+    """Scores of experts, and the shares and indices of the chosen ones; of equal scores the first counts.
 
     Args:
         x: ``[rows, hidden]``; see `config.routing_refusal` for what is served.
@@ -228,7 +228,7 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
 
 
 def _sorted(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts of pairs in order, the pairs in this order, and where those of each expert end."""
+    """Pairs sorted by expert: experts, indices of pairs, and the end of each expert's pairs."""
     experts, order = torch.sort(chosen)
     indices = torch.arange(count, dtype=experts.dtype, device=chosen.device)
     return experts, order, torch.searchsorted(experts, indices, right=True, out_int32=True)

@@ -115,7 +115,7 @@ def check_combination(
     biases: Tensor | None,
     other: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Check that a step has nothing that counts distances where keys are elsewhere, or biases beside a soft cap."""
+    """Check that a step has no window or biases where keys are elsewhere, and no biases with a soft cap."""
     if biases is not None and (divided or other is not None or soft_cap is not None or not biases.shape[1]):
         raise ValueError("biases by distance need whole suffixes, all keys here, no soft cap and at least one bias")
     if window is not None and divided:

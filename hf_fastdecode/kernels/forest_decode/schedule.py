@@ -61,7 +61,7 @@ class Capacity(NamedTuple):
     units: int = 0  # query tiles of nodes, over all KV heads
 
     def holds(self, other: Capacity) -> bool:
-        """Whether tables of this size hold what needs `other`."""
+        """Whether tables of this capacity hold a schedule that needs `other`."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 

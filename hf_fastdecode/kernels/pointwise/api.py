@@ -32,7 +32,7 @@ class NormForm(Enum):
 
 
 class GatedNormForm(Enum):
-    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded elements, as `ROUNDED`."""
+    """Whether ``silu(gate)``, in fp32, is applied before or after the norm; weights multiply as in `ROUNDED`."""
 
     AFTER = 0
     """``(weight * normalized) * silu(gate)``, as in Qwen3-Next."""

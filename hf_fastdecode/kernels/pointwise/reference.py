@@ -63,5 +63,5 @@ def gelu(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
+    """Convert to fp32; fp64 stays."""
     return x if x.dtype == torch.float64 else x.float()

@@ -102,7 +102,7 @@ def choose_two_launch_config(
 
 
 def padded_heads(heads: int) -> int:
-    """Heads, padded to what matrix units take."""
+    """Heads, padded to a size that matrix units take."""
     return max(16, power_of_two(heads))
 
 

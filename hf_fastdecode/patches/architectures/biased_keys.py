@@ -272,4 +272,4 @@ BIASED_KEYS = {
         widths=biased_widths,
     ),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

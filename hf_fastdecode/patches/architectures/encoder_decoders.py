@@ -245,4 +245,4 @@ ENCODER_DECODERS = {
     "whisper": _bart("WhisperPositionalEmbedding"),
     "xglm": OwnCode({"XGLMAttention": {"forward": attend_bart}}, reads_masks=True),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

@@ -98,4 +98,4 @@ LATENT_ATTENTION = {
         "youtu": "YoutuAttention",
     }.items()
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

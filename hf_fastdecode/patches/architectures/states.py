@@ -107,4 +107,4 @@ STATES = {
     "recurrent_gemma": OwnCode({"RecurrentGemmaModel": {"forward": run_recurrent_gemma}}, states=OwnStates(2)),
     "xlstm": OwnCode({"xLSTMModel": {"forward": run_xlstm}}, states=OwnStates(3, beams=False)),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

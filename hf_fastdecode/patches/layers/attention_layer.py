@@ -130,7 +130,7 @@ class SlimAttention(SlimTokens):
     def _update(
         self, cache: Any, exact: tuple[Tensor, Tensor], dtype: torch.dtype, rotation: Rotation | None
     ) -> Segment:
-        """Add tokens to one of transformers' caches, or to None, and return all of them as they are cached."""
+        """Append tokens to a cache of transformers, if there is one, and return all cached tokens."""
         with no_autocast(exact[0].device):  # which does not concatenate fp16
             new = self.stored(*exact, dtype, rotation)
             if cache is None:

@@ -37,7 +37,7 @@ from .slim_tokens import SlimTokens
 
 
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
-    """Views of what is cached as `slim_decode` takes it: keys, V-coordinates, and scales if it is in 8 bits."""
+    """Views of cached tokens for `slim_decode`: keys, V-coordinates, and scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
     dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
@@ -226,7 +226,7 @@ def _branch_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
-    """Yield a context whose launches may run beside all others; they are joined at the end, and in errors.
+    """Context whose launches may run beside all others; they are joined at its end, and in errors.
 
     Memory that is allocated in the branch is reused only there, after all earlier work of the current stream.
     """

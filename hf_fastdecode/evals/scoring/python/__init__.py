@@ -240,7 +240,7 @@ def leaves_check_uncalled(trees: Sequence[ast.Module]) -> bool:
 
 
 def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: bool) -> str:
-    """Say why some tests would never run; empty where no reason is found."""
+    """The reason why some tests would never run; empty where none is found."""
     sources = [list(_run(tree.body)) for tree in trees]
     found = [node for nodes in (*sources, _run(setup.body)) for node in nodes if isinstance(node, _FUNCTIONS)]
     checks = [node for node in found if calls_check and node.name == "check"]

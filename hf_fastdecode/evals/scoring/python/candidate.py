@@ -1,4 +1,4 @@
-"""Runs a program in its sandbox and answers calls to what it defines; the tests are not here.
+"""Runs a program in its sandbox and answers calls to its definitions; the tests run elsewhere.
 
 Messages are read from the standard input and written to the standard output as they were at the start. The first one
 is the program, the others are requests of `remote`. No answer of this process is trusted: the program shares it.

@@ -154,7 +154,7 @@ def content_of(part: Any) -> Any:
 
 
 def refill(part: Any, content: Any) -> None:
-    """Have a container of `mutable_parts` hold what `content_of` gave of another."""
+    """Fill a container of `mutable_parts` with the `content_of` another."""
     part.clear()
     if isinstance(part, (dict, set)):
         part.update(content)
@@ -184,7 +184,7 @@ that catch them catch none of the tests' failures."""
 
 
 def no_handle(*arguments: Any) -> Any:
-    """For `dumps` and `loads` of values that are plain data throughout."""
+    """Refuse handles: the argument of `dumps` and `loads` for values that are plain data throughout."""
     raise ValueError(f"not plain data: {arguments}")
 
 
@@ -396,7 +396,7 @@ _SIZED: dict[bytes, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]]
     b"b": (bytes, lambda value: bytes.__add__(value, b""), bytes),
     b"a": (bytearray, lambda value: bytes(memoryview(value)), bytearray),
 }
-"""By kind: class, to bytes, from bytes."""
+"""Conversions by kind: class, to bytes, from bytes."""
 
 _KEYS: type = type({}.keys())
 _VALUES: type = type({}.values())
@@ -415,7 +415,7 @@ _NESTED: dict[bytes, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]
     b"P": (object, lambda value: [], lambda parts: named_tuple(*parts[:2])(*parts[2:])),
     b"x": (object, lambda value: [], _made_exception),
 }
-"""By kind: class, to the values that it holds, and from them. `_Writer` writes the last ones."""
+"""Conversions by kind: class, to the values that it holds, and from them. `_Writer` writes the last ones."""
 
 _CODES: dict[type, bytes] = {
     kind: code for table in (_SIZED, _NESTED) for code, (kind, *_) in table.items() if kind is not object

@@ -62,7 +62,7 @@ def _real(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """Leave addresses out, as of ``<generator object f at 0x7f01>``: they differ from run to run."""
+    """Remove addresses, as in ``<generator object f at 0x7f01>``, because they differ between runs."""
     first, *parts = value.split(" at 0x")
     return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in parts)]))
 
