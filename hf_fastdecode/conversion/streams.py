@@ -50,11 +50,11 @@ class TensorStream:
     def _outside(self) -> dict[str, Tensor]:
         """Embeddings, norms and the head, cast; those that repeat another tensor are not stored twice."""
         layers = tuple(self.prefixes)
-        names = sorted(name for name in self.source.places if not name.startswith(layers))
+        names = sorted(name for name in self.source.locations if not name.startswith(layers))
         return self._read(name for name in names if not self.source.repeats(name))
 
     def _names(self, index: int) -> list[str]:
-        return sorted(name for name in self.source.places if name.startswith(self.prefixes[index]))
+        return sorted(name for name in self.source.locations if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: _cast(name, self.source.tensor(name), self.dtype) for name in names}

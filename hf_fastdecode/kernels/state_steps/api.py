@@ -154,7 +154,7 @@ def _launched(
     Args:
         name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
-        numbers: Arguments after it.
+        scalars: Arguments after it.
     """
     first = tensors[0]
     assert first is not None
