@@ -173,7 +173,7 @@ def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGro
     """Keys and values ``[kv_heads, tokens, head_dim]`` that all processes have; one collective.
 
     Args:
-        own: This process' keys and values, ``[kv_heads, own tokens, head_dim]`` each.
+        own: This process's keys and values, ``[kv_heads, own tokens, head_dim]`` each.
         longest: Most tokens of a process.
         order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
     """

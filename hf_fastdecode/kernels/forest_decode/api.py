@@ -284,9 +284,9 @@ def _merge(
     *,
     other: bool = False,
 ) -> None:
-    """Merge the partials of each row's nodes, and of its suffix if given as `own`, into `results`.
+    """Merge the partials of each row's nodes, and of its suffix if `suffix_partial` is given, into `results`.
 
-    With `other`, what is given as `own` is a partial of other code, whose log-sum-exp is a natural logarithm.
+    With `other`, `suffix_partial` is a partial of other code, whose log-sum-exp is a natural logarithm.
     """
     rows, heads, _, head_dim = results[0].shape
     kv_heads = heads // options["GROUP"]
