@@ -63,12 +63,12 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def ignored_cache(arguments: Mapping[str, Any]) -> Any:
-    """What is given under the cache's name of other releases, which this one's `forward` ignores; None if nothing."""
+    """The argument by the cache's name in other releases, which this one's `forward` ignores; None without."""
     return None if "cache" in _CACHE_NAMES else arguments.get("cache")
 
 
 def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """Named arguments of a forward pass with this cache in the place of theirs."""
+    """Named arguments of a forward pass with this cache instead of theirs."""
     others = {name: value for name, value in arguments.items() if name not in _CACHE_NAMES}
     return others | {CACHE: cache}
 
@@ -88,7 +88,7 @@ def takes_old_name(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def takes_cache(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a `forward` with an argument ``cache``: it takes the names, and warns, as transformers' own do."""
+    """Decorator of a `forward` with an argument ``cache``: it takes both names, and warns, as in transformers."""
     if CACHE == "cache":
         warning: Callable[..., Any] = deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(forward)
         return warning
@@ -157,7 +157,7 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process stores of a tensor, all of it but of a DTensor; ``to_local`` would make a view each time.
+    """The local part of a DTensor, any other tensor as it is; ``to_local`` would make a view each time.
 
     Replace it if torch makes `DTensor._local_tensor` public.
     """
@@ -165,9 +165,9 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def fsdp2_stays_gathered(module: Any) -> bool:
-    """Whether an `FSDPModule` has all of its parameters, and keeps them in passes; replace it if torch tells.
+    """Whether an `FSDPModule` has all of its parameters, and keeps them in passes; for torch to make public.
 
-    The root's own are kept after its first pass, unless it was asked otherwise (`_auto_reshard_after_forward`).
+    The root's parameters stay gathered after its first pass by default (`_auto_reshard_after_forward`).
     """
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and earlier have one

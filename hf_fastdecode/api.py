@@ -81,13 +81,13 @@ def enable(
         min_shared_tokens: Shortest run of tokens shared by neighbouring prompts, at any depth, that gets a node.
         min_saved_tokens: Calls in which sharing saves fewer stored tokens run stock, which is then faster, unless
             their steps are captured. ``"auto"``: 64, and on the CPU as many as take stock the time that sharing costs
-            the call, by a model of costs (docs/limits.md). Where layers have states or prompts have images, what
-            prompts begin with is computed once if that saves as many tokens; ``"auto"`` asks for about 2,048 for each
+            the call, by a model of costs (docs/limits.md). Where layers have states or prompts have images, a
+            common prefix is computed once if that saves as many tokens; ``"auto"`` asks for about 2,048 for each
             prefill pass that this adds.
         max_prefill_tokens: Maximum tokens per prefill forward pass; longer contexts are prefilled in chunks.
         max_rows: Most rows of a call, samples of all its prompts, that decode at once; the others wait. Calls that
-            return their cache, stream, or run processors or criteria of your own decode all at once, and raise if they
-            have more. None: as many as fit in memory.
+            return their cache, stream, or run custom processors or criteria decode all rows at once, and raise if
+            they have more. None: as many as fit in memory.
         reuse_prefix: Keep the prompts' keys and values of recent calls, so that later calls prefill only new tokens:
             for prompts with a common prefix that arrive one at a time. ``True`` keeps up to 2 GiB, an integer that
             many bytes (at least those of one token; 0 none), of at most 64 calls. They are dropped when weights or
@@ -95,9 +95,9 @@ def enable(
             yet.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
-            attends to it; a collective per layer merges what they found. ``"auto"`` divides between those of the
-            default group (``torchrun``); a process group or a device mesh of one dimension between its own. Calls are
-            then shared even where that saves nothing. See docs/multi-gpu.md.
+            attends to it; a collective per layer merges the partials. ``"auto"`` divides between the processes of the
+            default group (``torchrun``); a process group, or a device mesh of one dimension, between its own. Calls
+            are then shared even where that saves nothing. See docs/multi-gpu.md.
         peer_timeout: Seconds without a sign of life of another process of a model that several compute together, until
             calls end with `hf_fastdecode.errors.PeerFailedError`; at least 3. A process that is slow gives signs of
             life.

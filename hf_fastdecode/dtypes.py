@@ -1,4 +1,4 @@
-"""Names of dtypes: torch's own, the short ones, and torch's objects mean the same everywhere. Imports torch late."""
+"""Names of dtypes: full, short, and torch's objects mean the same everywhere. Imports torch late."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_dtype(given: object, *, auto: bool = True, known: Collection[str] = FL
 
 
 def short_dtype(name: str) -> str:
-    """The short name of a dtype, such as ``fp16``, or its own where it has none."""
+    """The short name of a dtype, such as ``fp16``, or torch's where there is none."""
     return next((short for short, full in _SHORT.items() if full == name), name)
 
 

@@ -28,7 +28,7 @@ VARIABLE: Final = "HF_FASTDECODE_RUN"
 
 @contextmanager
 def enabled_loading(**options: Any) -> Iterator[None]:
-    """Context in which models that generate are enabled as `from_pretrained` returns them; its end undoes all of it.
+    """Context in which models that generate are enabled as `from_pretrained` returns them; its end restores all.
 
     Python processes started in it do the same until they end, unless they ignore the environment (``python -I``).
 

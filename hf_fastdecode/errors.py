@@ -1,4 +1,4 @@
-"""What a user can set right, what is left to stock transformers, and memory that ran out. Without torch."""
+"""Errors: invalid input, features that stock transformers runs, exhausted memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class InputError(ValueError):
     """Something that the caller can set right, in one line: the value, the bound and the remedy.
 
     Messages name arguments in backticks, with a value or without: `dtype`, `dtype="bfloat16"`. The command line shows
-    its options in their place (`cli.console`).
+    its options instead (`cli.console`).
     """
 
 

@@ -93,7 +93,7 @@ def exclusive(path: Path, held: Exception | None) -> Iterator[None]:
         except BlockingIOError as error:
             assert held is not None
             raise held from error
-        except OSError:  # a file system without locks, each with an error of its own
+        except OSError:  # a file system without locks, each raises another error
             yield
             return
         try:
@@ -169,7 +169,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def jsonl_records(path: Path) -> Iterator[Record]:
-    """What `read_jsonl` reads, each object with its place for errors."""
+    """The objects of `read_jsonl`, each with its file and line for error messages."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -254,18 +254,18 @@ def parse_records(content: bytes, path: Path) -> list[Record]:
         placed = [(f"{path} line {number}", _parsed(line, f"{path} line {number}")) for number, line in lines]
     if not placed:
         raise InputError(f"{path} holds no records; name a file of JSON lines")
-    for place, item in placed:
+    for source, item in placed:
         if not isinstance(item, dict):
-            raise InputError(f"{place}: expected a JSON object, got {type(item).__name__}; name a file of JSON lines")
-    return [Record(item, place) for place, item in placed]
+            raise InputError(f"{source}: expected a JSON object, got {type(item).__name__}; name a file of JSON lines")
+    return [Record(item, source) for source, item in placed]
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(text: str, source: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         remedy = "mend it, or name a file of JSON lines"
-        raise InputError(f"{place}: expected JSON, got {shown(text)} ({error}); {remedy}") from error
+        raise InputError(f"{source}: expected JSON, got {shown(text)} ({error}); {remedy}") from error
 
 
 def write_rows(

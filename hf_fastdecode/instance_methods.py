@@ -21,8 +21,8 @@ STATE_ATTRIBUTE: Final = "_hf_fastdecode"
 class WeakMethod:
     """A function bound to an instance that it does not keep alive.
 
-    A bound method among the instance's own attributes would be a reference cycle: the weights of a deleted model would
-    wait for the garbage collector. A deep copy of the instance gets a method of its own; pickled, this is the method
+    A bound method among the instance's attributes would be a reference cycle: the weights of a deleted model would
+    wait for the garbage collector. A deep copy of the instance gets a new method; pickled, this is the method
     that the class has by this name.
 
     Args:
@@ -66,11 +66,11 @@ class WeakMethod:
         return self._function(instance, *args, **kwargs)  # as torch.compile traces it
 
     def __eq__(self, other: object) -> bool:
-        """As of bound methods: the same function of the same instance."""
+        """Equality of bound methods: the same function of the same instance."""
         return type(other) is WeakMethod and (self.__func__, self._instance) == (other.__func__, other._instance)
 
     def __hash__(self) -> int:
-        """Of the function: instances need not have one."""
+        """The function's hash: instances need not be hashable."""
         return hash(self.__func__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakMethod:
@@ -87,7 +87,7 @@ def _gone(function: Callable[..., Any]) -> ReferenceError:
 
 
 class Change(NamedTuple):
-    """An instance's attribute, and what it is to be."""
+    """An instance's attribute and its new value."""
 
     owner: object
     attribute: str
@@ -112,13 +112,13 @@ class Switch:
         """Context of a pass in which these attributes have these values."""
         with self._lock:
             for owner, attribute, value in changes:
-                own, key = vars(owner), (id(owner), attribute)
+                attributes, key = vars(owner), (id(owner), attribute)
                 if (entry := self._entries.get(key)) is None:
-                    if not self._replaces and own.get(attribute) is not None:
+                    if not self._replaces and attributes.get(attribute) is not None:
                         continue
-                    entry = {attribute: own[attribute]} if attribute in own else {}, 0
+                    entry = {attribute: attributes[attribute]} if attribute in attributes else {}, 0
                 self._entries[key] = entry[0], entry[1] + 1
-                own[attribute] = value
+                attributes[attribute] = value
         try:
             yield
         finally:
@@ -140,10 +140,10 @@ class Switch:
 
 def is_unchanged(module: nn.Module) -> bool:
     """Whether a call of the module is a call of its class's `forward`, without hooks."""
-    own = vars(module)
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or "_hf_hook" in own or "_call_impl" in own:
+    named = vars(module)
+    if named["_forward_hooks"] or named["_forward_pre_hooks"] or "_hf_hook" in named or "_call_impl" in named:
         return False
-    forward = own.get("forward")
+    forward = named.get("forward")
     return forward is None or (isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward)
 
 

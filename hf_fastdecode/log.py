@@ -12,7 +12,7 @@ logger: Final = logging.getLogger(NAME)
 
 
 class _LastResort(logging.Handler):
-    """What `logging.lastResort` does, which writes the bare message; silent where any other handler has the record."""
+    """`logging.lastResort` with the package's name before the message; silent where another handler has the record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.lastResort is None or any(one is not self for one in _handlers()):

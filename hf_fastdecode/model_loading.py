@@ -1,4 +1,4 @@
-"""Loads what a model's name stands for: its weights by the class of transformers that generates text, its tokenizer.
+"""Loads a model by name, with the class of transformers that generates text, and its tokenizer.
 
 A name is one of `model_names.load_config`. Whatever cannot be loaded is an InputError in one line.
 """
@@ -49,11 +49,11 @@ def takes_text_only(config: Any) -> bool:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; of an adapter its own, or that of its base where it was saved without one."""
+    """The tokenizer of a model; of an adapter the saved one, or its base's where it was saved without."""
     base = base_of(name)
     with _loading(name):
         try:
-            tokenizer = AutoTokenizer.from_pretrained(_place(name), trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(_source(name), trust_remote_code=False)
         except Exception:
             if base is None:
                 raise
@@ -88,7 +88,7 @@ def load_weights(name: str, dtype: str | torch.dtype, device: torch.device) -> P
         model = _checked_weights(name if base is None else base, config, dtype, device)
         if base is not None:
             with _quiet():
-                model.load_adapter(_place(name))
+                model.load_adapter(_source(name))
     return model.eval()
 
 
@@ -103,7 +103,7 @@ def _checked_weights(name: str, config: Any, dtype: str | torch.dtype, device: t
     quantized = getattr(config, "quantization_config", None) is not None
     with _quiet():
         model, found = auto_class(config).from_pretrained(
-            _place(name),
+            _source(name),
             dtype=getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype,
             device_map={"": device} if quantized else None,  # they may not be moved once they are made
             trust_remote_code=False,
@@ -129,14 +129,14 @@ def _checked_weights(name: str, config: Any, dtype: str | torch.dtype, device: t
 
 @contextmanager
 def _loading(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Within, errors are of the user's input: files that are not what they say may raise anything."""
+    """Context in which errors become InputErrors: damaged files may raise anything."""
     try:
         yield
     except InputError:
         raise
     except SafetensorError as error:
         raise InputError(
-            f"cannot load {name}: {_damaged(Path(_place(name)))} is cut off or no safetensors file "
+            f"cannot load {name}: {_damaged(Path(_source(name)))} is cut off or no safetensors file "
             f"({one_line(error)}); copy or download it again"
         ) from error
     except Exception as error:
@@ -157,7 +157,7 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _place(name: str) -> str:
+def _source(name: str) -> str:
     return str(embedded_folder() if name == EMBEDDED else local_folder(name) or name)
 
 

@@ -57,7 +57,7 @@ def config_file(name: str) -> Path | None:
 
 
 def base_of(name: str) -> str | None:
-    """The name of the model that an adapter of this name was trained for; None for a model with weights of its own.
+    """The name of the model that an adapter of this name was trained for; None for a full model.
 
     Of an adapter on the Hub, `load_config` must have been called.
     """
@@ -143,11 +143,11 @@ def _json_object(path: Path, remedy: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _read_config(place: str, name: str, **options: Any) -> Any:
+def _read_config(folder: str, name: str, **options: Any) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(place, trust_remote_code=False, **options)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, **options)
     except Exception as error:  # a config class may raise anything on fields that it does not expect
         if options.get("local_files_only"):
             raise InputError(

@@ -85,17 +85,17 @@ def bench(
     points = [parse_point(text) for text in point or ["512x8"]]
     check_enable_options(mode=mode, sampler=sampler)
     model.check()
-    place = place_of_calls(model.device, out)
+    target = place_of_calls(model.device, out)
     with exit_on_interrupt():
-        _check_size(model, points, new_tokens, place)
+        _check_size(model, points, new_tokens, target)
         from ..measurement.bench import WAYS, BenchCase, StockBesideEnabled, bench_table, draw_bench
         from .models import load_model
     with quiet_libraries():
-        found, _ = load_model(model.model, model.dtype, place, encoders=True)
+        found, _ = load_model(model.model, model.dtype, target, encoders=True)
         dtype = str(found.dtype).removeprefix("torch.")
         cases = [BenchCase(model.model, context, samples, new_tokens, dtype) for context, samples in points]
         measure = StockBesideEnabled(found, {"mode": mode, "sampler": sampler}, repeats=repeats).measure
-        where = provenance(place, backend=backend_of_environment())
+        where = provenance(target, backend=backend_of_environment())
         rows = run(cases, WAYS, measure, provenance=where, out=out)
     refuse_red(rows, out)
     ours = [row for row in rows if row["way"] == "shared"]
@@ -130,13 +130,13 @@ def place_of_calls(device: str, out: Path) -> torch.device:
     return find_device(device)
 
 
-def _check_size(model: ModelOptions, points: Sequence[tuple[int, int]], new_tokens: int, place: torch.device) -> None:
+def _check_size(model: ModelOptions, points: Sequence[tuple[int, int]], new_tokens: int, target: torch.device) -> None:
     """Refuse prompts longer than the model takes, and large shapes on a CPU."""
     shape = model.model.removeprefix(SHAPE) if model.model.startswith(SHAPE) else None
     limit = MAX_POSITIONS if shape else max_positions(load_config(model.model))
     for context, samples in points:
         check_positions(f"--point {context}x{samples}", context, new_tokens, limit, model.model)
-    if shape and place.type == "cpu":
+    if shape and target.type == "cpu":
         check_weights(shape, parameters(shape), model.device)
 
 

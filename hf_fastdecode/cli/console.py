@@ -138,7 +138,7 @@ def _open_streams() -> None:
 
 
 def _flush_stdout(program: str) -> int:
-    """Write what is left; 0, or the exit code where that fails."""
+    """Flush stdout; returns 0, or the exit code where that fails."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -147,7 +147,7 @@ def _flush_stdout(program: str) -> int:
 
 
 def _silence(stream: TextIO) -> None:
-    """Send to nowhere what is still buffered, so that the interpreter's last flush does not complain."""
+    """Discard buffered output, so that the interpreter's last flush raises nothing."""
     with suppress(OSError), open(os.devnull, "w") as null:
         os.dup2(null.fileno(), stream.fileno())
 
@@ -174,10 +174,10 @@ def _line_and_code(error: BaseException, words: Sequence[str]) -> tuple[str, int
     if isinstance(error, BrokenPipeError):
         return "", _READER_GONE
     if isinstance(error, OSError) and error.errno in _FULL:
-        return f"cannot write the output: {error.strerror}; make room, or send it elsewhere", 2
+        return f"cannot write the output: {error.strerror}; free space, or send it elsewhere", 2
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}; name another path", 2
-    if hasattr(error, "format_message"):  # typer's own: an unknown option, a word for a number
+    if hasattr(error, "format_message"):  # typer's: an unknown option, a word for a number
         # Without a message no command was named, and the help was shown.
         return _usage_line(error, words) if error.format_message() else "", 2
     name = type(error).__name__
@@ -211,12 +211,12 @@ def cpu_is_busy() -> bool:
 
 
 @contextmanager
-def resumed_by_same_command(place: Path) -> Iterator[None]:
-    """Within, Ctrl-C says that what is done is kept, before it ends the command."""
+def resumed_by_same_command(path: Path) -> Iterator[None]:
+    """Context in which Ctrl-C says that finished work is kept, before it ends the command."""
     try:
         yield
     except KeyboardInterrupt:
-        note(f"interrupted: what is done is in {place}; run the same command again to go on where it stopped")
+        note(f"interrupted: what is done is in {path}; run the same command again to go on where it stopped")
         raise
 
 
@@ -386,9 +386,9 @@ def _folded(part: Any, width: int) -> Iterator[Any]:
         piece = copy(part)
         piece.columns = [copy(part.columns[index]) for index in group]
         free = width - edges - sum(sizes[index][0] + between for index in group)
-        for place, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
+        for slot, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
             least, most = sizes[index]
-            column._index, column.width = place, least + max(0, min(free, most - least))
+            column._index, column.width = slot, least + max(0, min(free, most - least))
             column.overflow, free = "fold", free - column.width + least
         piece.title = part.title if group is groups[0] else None
         piece.caption = part.caption if group is groups[-1] else None

@@ -89,7 +89,7 @@ class CacheOptions:
     ] = None
 
     def refuse_for_full(self, *, verify: bool) -> None:
-        """Refuse options that do nothing on the way back to an ordinary checkpoint."""
+        """Refuse options that do nothing when a slim checkpoint is converted back."""
         for field in fields(self):
             is_verified = field.name in ("tolerance", "calibration", "transcript")
             if getattr(self, field.name) != field.default and not (is_verified and verify):
@@ -109,7 +109,7 @@ def convert_checkpoint(
     ] = "slim",
     *,
     caches: CacheOptions,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's own.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's.")] = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; write nothing.")] = False,
     verify: Annotated[
         bool,
@@ -132,7 +132,7 @@ def convert_checkpoint(
     saves, and per layer W_K's condition number and the largest number in W_KV = W_K^-1 W_V, by which rounding grows.
 
     The result loads with transformers' Auto classes after `import hf_fastdecode`, or with `trust_remote_code=True`,
-    and generates with transformers' own caches. Weights are read, converted and written layer by layer, to a folder
+    and generates with transformers' caches. Weights are read, converted and written layer by layer, to a folder
     beside TARGET that is renamed at the end; slim_report.json and slim_report.png hold the measurements.
 
     Models with grouped-query attention are refused: their keys do not determine the values. `inspect` shows refusals
@@ -190,7 +190,7 @@ def convert_checkpoint(
                 raise InputError(f"{target} exists; name another folder, or remove it first")
             staging = unfinished(settings.target.expanduser())
             if resume and not os.path.lexists(staging):
-                note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting from the beginning")
+                note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting anew")
         with _one_line_errors(target, staging), tqdm(desc="convert", unit="layer", disable=None, leave=False) as bar:
 
             def on_group(done: int, groups: int) -> None:
@@ -214,7 +214,7 @@ def convert_checkpoint(
 
 @contextmanager
 def _one_line_errors(target: Path | None, staging: Path | None = None) -> Iterator[None]:
-    """Within, errors of a conversion say how to go on with what is in the folder beside the target."""
+    """Context in which errors of a conversion say how to resume from the staging folder beside the target."""
     from ..conversion.convert import VerificationError
 
     try:
@@ -267,7 +267,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
         measured, ordinary = layer["measured"], layer["measured"]["ordinary"]
         baseline = measured["ordinary_int8"] if layer["dtype"] in _EIGHT_BITS else ordinary
         table.add_row(
-            _place(report, index),
+            _layer(report, index),
             cache_name(layer),
             short_dtype(layer["dtype"]),
             _number(measured["condition"]),
@@ -300,7 +300,7 @@ def _slim(report: dict[str, Any]) -> RenderableType:
     for index, layer in enumerate(report["layers"]):
         reasons = {reason for plan, reason in layer["measured"]["refused"].items() if plan != "x"}  # RoPE rules it out
         for reason in sorted(reasons):
-            closing.append(f"\nLayer {_place(report, index)}: {reason}.", style="yellow")
+            closing.append(f"\nLayer {_layer(report, index)}: {reason}.", style="yellow")
     _append_verification(report, closing)
     return Group(table, closing)
 
@@ -320,10 +320,10 @@ def _append_warnings(report: dict[str, Any], closing: Text) -> None:
     for index, layer in enumerate(report["layers"]):
         name = "ordinary_int8" if layer["dtype"] in _EIGHT_BITS else "ordinary"
         if layer["output_error"] > report["tolerance"] * layer["measured"][name]["output_error"]:
-            over.append(_place(report, index))
+            over.append(_layer(report, index))
     if over:
-        places = ", ".join(over)
-        closing.append(f"\nLess accurate than --tolerance {report['tolerance']:g}: layers {places}.", style="yellow")
+        layers = ", ".join(over)
+        closing.append(f"\nLess accurate than --tolerance {report['tolerance']:g}: layers {layers}.", style="yellow")
     if all(layer["plan"] == "kv" for layer in report["layers"]):
         closing.append("\nAll layers keep keys and values: this conversion saves nothing.", style="yellow")
 
@@ -356,7 +356,7 @@ def _append_eight_bits(report: dict[str, Any], closing: Text) -> None:
         best = min(tried, key=lambda one: one["output_error"])
         ratio = _ratio(best["output_error"], layer["measured"]["ordinary_int8"]["output_error"])
         closing.append(
-            f"\nLayer {_place(report, index)}: not in {short_dtype(best['dtype'])}, which has at best {ratio} the "
+            f"\nLayer {_layer(report, index)}: not in {short_dtype(best['dtype'])}, which has at best {ratio} the "
             f"error of int8 keys and values ({cache_name(best)}).",
             style="yellow",
         )
@@ -370,7 +370,7 @@ def _full(report: dict[str, Any]) -> RenderableType:
     for index, layer in enumerate(report["layers"]):
         error = layer["recovered_error"]
         table.add_row(
-            _place(report, index),
+            _layer(report, index),
             cache_name(layer),
             "unknown" if error is None else "exact" if not error else f"{error:.2e}",
         )
@@ -387,7 +387,7 @@ def cache_name(layer: dict[str, Any]) -> str:
     return names[layer["plan"]]
 
 
-def _place(report: dict[str, Any], index: int) -> str:
+def _layer(report: dict[str, Any], index: int) -> str:
     """Number of a layer; of encoder-decoder models, which of its attentions too."""
     if "encoder_tokens" not in report:
         return str(index)

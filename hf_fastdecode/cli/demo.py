@@ -71,14 +71,14 @@ def demo(
             from .demo_run import demo_text, run_demo
             from .models import load_model, machine
 
-        place = pick_device(device)
-        model, tokenizer = load_model(EMBEDDED, "float32", place)
+        target = pick_device(device)
+        model, tokenizer = load_model(EMBEDDED, "float32", target)
         with forced_options():
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, machine=machine(place), model=name, best=best))
-    if busy and place.type == "cpu":
+    Console().print(demo_text(found, machine=machine(target), model=name, best=best))
+    if busy and target.type == "cpu":
         print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
     print(_next_steps(Path(sys.executable)))
 
@@ -90,7 +90,7 @@ def _next_steps(python: Path) -> str:
     pages = Path(__file__).resolve().parents[2] / "docs" / "README.md"
     lines = [
         "",
-        "Next, with a model of your own:",
+        "Next, with your model:",
         f"  {python} script.py, in which hf_fastdecode.enable(model)",
         "    stands before model.generate(...)",
         f"  {python.with_name('hf-fastdecode')} generate --model MODEL --prompt TEXT --n 8",

@@ -115,7 +115,7 @@ def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
 
 
 def _warm_up(model: Any, inputs: dict[str, Tensor]) -> None:
-    """A tiny call of each kind: what happens once per process is in neither time."""
+    """Run a tiny call of each kind, so that neither time includes set-up of the process."""
     few = {name: tensor[:, -256:] for name, tensor in inputs.items()}
     draw(model, few, _WARM_UP)
     with enabled(model):

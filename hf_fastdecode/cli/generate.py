@@ -61,8 +61,7 @@ def generate(
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own "
-            "for others."
+            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for others."
         ),
     ] = "auto",
     device: Device = "auto",
@@ -71,7 +70,7 @@ def generate(
         typer.Option(
             "--json",
             help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
-            "(natural log, of the model's own probabilities), finish (stop or length).",
+            "(natural log, of the model's probabilities), finish (stop or length).",
         ),
     ] = False,
     how: EnableOptions,
@@ -85,7 +84,7 @@ def generate(
     Completions go to stdout, everything else to stderr. For a file of prompts, `hf-fastdecode eval generate --task
     prompts.jsonl` writes samples into a folder, goes on after an interruption, and by `--shard` in several processes
     (lines such as `{"prompt": "..."}`). Prompts are taken as they are, without a chat template. Only
-    the special tokens of a checkpoint's own generation defaults are used: what is drawn is what the options say.
+    the special tokens of a checkpoint's generation defaults are used: sampling follows the options alone.
     `--mode`, `--backend`, `--sampler`, `--fuse-projections`, `--max-rows` and `--min-saved-tokens` are arguments of
     `hf_fastdecode.enable`.
 
@@ -121,8 +120,8 @@ def generate(
         with exit_on_interrupt():
             from .models import completion_heading, load_model, machine, run_generate, summary
 
-        place = pick_device(device)
-        loaded, tokenizer = load_model(model, dtype, place, encoders=True)
+        target = pick_device(device)
+        loaded, tokenizer = load_model(model, dtype, target, encoders=True)
         with progress_bar("generate", sampling.max_new_tokens) as on_step, forced_options():
             generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=options, on_step=on_step)
     for completion in generated.completions:
@@ -134,7 +133,7 @@ def generate(
             print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
     if explain:
         note(generated.report)
-    note(summary(generated, machine=machine(place), dtype=str(loaded.dtype).removeprefix("torch.")))
+    note(summary(generated, machine=machine(target), dtype=str(loaded.dtype).removeprefix("torch.")))
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:
@@ -142,24 +141,24 @@ def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -
     if prompts and files:
         raise InputError("--prompt and --prompt-file were both given; leave one out")
     if prompts:
-        texts, places = [given_text(prompt, "--prompt") for prompt in prompts], ["--prompt"] * len(prompts)
+        texts, sources = [given_text(prompt, "--prompt") for prompt in prompts], ["--prompt"] * len(prompts)
     elif files:
-        texts, places = [_read(file) for file in files], [str(file) for file in files]
+        texts, sources = [_read(file) for file in files], [str(file) for file in files]
     elif stdin.isatty():
         raise InputError("there is no prompt; pass --prompt TEXT or --prompt-file FILE, or pipe text to stdin")
     else:
-        texts, places = [_read_stdin(stdin)], ["stdin"]
+        texts, sources = [_read_stdin(stdin)], ["stdin"]
     if empty := [index for index, text in enumerate(texts) if not text]:
-        raise InputError(f"prompt {empty[0]} (from {places[empty[0]]}) is empty; a completion needs a text to follow")
+        raise InputError(f"prompt {empty[0]} (from {sources[empty[0]]}) is empty; a completion needs a text to follow")
     return texts
 
 
-def given_text(text: str, place: str) -> str:
+def given_text(text: str, source: str) -> str:
     """The text of an argument, which must be UTF-8 in any locale: Python keeps bytes that it cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        return _decode(os.fsencode(text), place)
+        return _decode(os.fsencode(text), source)
     return text
 
 
@@ -179,11 +178,11 @@ def _read(file: Path) -> str:
         raise InputError(f"cannot read {file}: {error.strerror}; name a text file") from error
 
 
-def _decode(content: bytes, place: str) -> str:
+def _decode(content: bytes, source: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{place} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it, such "
+            f"{source} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it, such "
             "as with iconv -f latin1 -t utf-8"
         ) from error

@@ -18,7 +18,7 @@ def exit_on_interrupt() -> Iterator[None]:
     """Within, Ctrl-C ends the process at once with exit code 130.
 
     An import that a KeyboardInterrupt breaks off shows a traceback, turns it into another error or swallows it. A
-    handler that is not Python's own stays, and with it an ignored signal.
+    handler that is not Python's default stays, and with it an ignored signal.
     """
     main_thread = threading.current_thread() is threading.main_thread()  # others may set no handlers
     if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -120,33 +120,33 @@ class Completion:
     sample: int  # its index among those of the prompt
     text: str  # without special tokens, up to the stop string if one ended it
     tokens: int  # drawn, with the one that ended it
-    mean_logp: float  # natural log of the model's own probabilities: before temperature, top-p and top-k
+    mean_logp: float  # natural log of the model's probabilities: before temperature, top-p and top-k
     finish: str  # "stop" (an end token or a stop string), or "length"
 
 
 def encode(model: Any, tokenizer: Any, prompts: Sequence[str], max_new_tokens: int) -> dict[str, Tensor]:
     """``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device, padded on the left.
 
-    An InputError for a prompt without tokens, with one that the model does not know, or without room for a completion.
+    An InputError for a prompt without tokens, with an unknown one, or with no positions left for a completion.
     """
     # The error names a prompt that is too long, so the tokenizer need not warn of it.
     ids = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
     limit = max_positions(model.config)
-    for index, own in enumerate(ids):
-        if not own:
+    for index, one in enumerate(ids):
+        if not one:
             raise InputError(f"prompt {index} is empty; a completion needs at least one token to follow")
-        if model.config.is_encoder_decoder:  # the prompt and the completion have positions of their own
-            if limit is not None and max(len(own), max_new_tokens) > limit:
+        if model.config.is_encoder_decoder:  # the positions of prompt and completion are counted separately
+            if limit is not None and max(len(one), max_new_tokens) > limit:
                 raise InputError(
-                    f"prompt {index} has {len(own)} tokens, its completion up to {max_new_tokens}, and this model has "
+                    f"prompt {index} has {len(one)} tokens, its completion up to {max_new_tokens}, and this model has "
                     f"{limit} positions for each (max_position_embeddings); shorten the longer one"
                 )
-        elif limit is not None and len(own) + max_new_tokens > limit:
+        elif limit is not None and len(one) + max_new_tokens > limit:
             raise InputError(
-                f"prompt {index} has {len(own)} tokens, and with {max_new_tokens} new ones that is more than the "
+                f"prompt {index} has {len(one)} tokens, and with {max_new_tokens} new ones that is more than the "
                 f"{limit} positions of this model (max_position_embeddings); shorten one of them"
             )
-        if (last := max(own)) >= (vocabulary := vocabulary_of(model)):
+        if (last := max(one)) >= (vocabulary := vocabulary_of(model)):
             raise InputError(
                 f"prompt {index} has token {last}, and the model knows tokens 0 to {vocabulary - 1}; its tokenizer "
                 "is that of another model"
@@ -284,7 +284,7 @@ def _count(number: int, thing: str) -> str:
 def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: bool) -> None:
     """Refuse rows that the memory cannot hold.
 
-    On a GPU only what the first step takes is counted, since rows that end early make room. On the CPU all keys and
+    On a GPU only what the first step takes is counted, since rows that end early free memory. On the CPU all keys and
     values count: there the system ends a process that takes too much, without an error. `input_ids` are
     ``[prompts, length]``; with `shared`, prompts are stored once.
     """

@@ -1,6 +1,6 @@
 """The options that commands share, each defined once with its bounds, and groups of options that are dataclasses.
 
-A command that means something else by an option, or has more to say about it, defines its own.
+A command that means something else by an option, or documents it further, redefines it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class SamplingOptions:
     top_k: Annotated[
         int | None,
         typer.Option(
-            help="Draw from this many most likely tokens. 0 is off; transformers' own default is 50, which cuts the "
+            help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
             "tail without a word.",
             show_default="0",
         ),
@@ -189,7 +189,7 @@ def parameters_of(function: Callable[..., None]) -> dict[str, Parameter]:
 
 
 def with_options(command: Callable[..., None], options: Iterable[Parameter]) -> Callable[..., None]:
-    """The function, with a signature of these options, which is what typer reads."""
+    """Give a function a signature of these options, for typer."""
     vars(command)["__signature__"] = found = Signature([*options])
     command.__annotations__ = {name: option.annotation for name, option in found.parameters.items()}
     return command
@@ -233,7 +233,7 @@ def check_enable_options(**given: Any) -> None:
 
 
 def check_device(name: str) -> None:
-    """Refuse what torch does not know as a device; whether this machine has it, `pick_device` finds out."""
+    """Refuse names that are no torch device; `pick_device` checks that this machine has it."""
     kind = re.fullmatch(r"([a-z]+)(:\d+)?", name)
     if name != "auto" and (kind is None or kind[1] not in _DEVICES):
         raise InputError(f"there is no device {name!r}; try auto or cpu, or cuda:0 for the first GPU")
@@ -246,7 +246,7 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("meta"):
-        raise InputError(f"device {name!r} holds no numbers; try auto or cpu")
+        raise InputError(f"device {name!r} holds no data; try auto or cpu")
     check_device(name)
     try:
         torch.empty(0, device=name)

@@ -32,7 +32,7 @@ PASS_ON: Final[dict[str, Any]] = {
     "allow_interspersed_args": False,  # after the first word even --help is lm-eval's
     **HELP_NAMES,
 }
-"""Context settings of the command: what it does not know is lm-eval's."""
+"""Context settings of the command: unknown options go to lm-eval."""
 
 LEAST: Final = "0.4.13"
 _LM_EVAL: Final = "pip install 'lm-eval>=0.4.13,<0.5'"
@@ -40,7 +40,7 @@ _SUBCOMMANDS: Final = ("run", "ls", "validate")
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness's own command line with hf_fastdecode's model.
+    """Run lm-evaluation-harness's command line with hf_fastdecode's model.
 
     Everything after `lm-eval` goes to it as it is; `hf-fastdecode lm-eval run --help` lists its options. It knows one
     model more, `hf-fastdecode`, which it takes where neither `--model` nor `--config` is given: its own `hf` with
@@ -73,7 +73,7 @@ def lm_eval(context: typer.Context) -> None:
         cli_evaluate()
     except InputError:
         raise
-    except (ValueError, OSError) as error:  # its own refusals, of all kinds
+    except (ValueError, OSError) as error:  # its refusals, of all kinds
         remedy = "`hf-fastdecode lm-eval ls tasks` lists them" if "ask" in str(error) else "see lm-eval run --help"
         raise InputError(f"lm-eval: {one_line(error)}; {remedy}") from error
     finally:
@@ -95,9 +95,9 @@ def check_installed() -> None:
 def with_model(words: Sequence[str], name: str) -> list[str]:
     """The words, with the model of this name where they run an evaluation and name neither a model nor a config."""
     command = words[0] if words and words[0] in _SUBCOMMANDS else "run"
-    rest = list(words[1:] if words and words[0] == command else words)
-    named = any(word.partition("=")[0] in ("--model", "-M", "--config", "-C") for word in rest)
-    return [command, *rest] if command != "run" or named else [command, "--model", name, *rest]
+    given = list(words[1:] if words and words[0] == command else words)
+    named = any(word.partition("=")[0] in ("--model", "-M", "--config", "-C") for word in given)
+    return [command, *given] if command != "run" or named else [command, "--model", name, *given]
 
 
 _SERVER: Final = "pip install 'transformers[serving]'"
@@ -147,7 +147,7 @@ def run_server(words: Sequence[str]) -> None:
         if not is_serve_available():
             raise InputError(f"transformers' server is not installed; {_SERVER}")
         from transformers.cli.serve import Serve
-    # A command of its own, since transformers' `main` reports Ctrl-C as "Aborted!" and errors in several lines.
+    # A separate command, since transformers' `main` reports Ctrl-C as "Aborted!" and errors in several lines.
     program = typer.Typer(add_completion=False, context_settings=HELP_NAMES)
     program.command()(Serve)
     command: Any = typer.main.get_command(program)
@@ -173,7 +173,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def enabled_models() -> Iterator[None]:
-    """Have servers that are made in this block enable the models that they load, and explain what they refuse.
+    """Context in which new servers enable the models that they load, and explain refused requests.
 
     The server has no argument for a model that is loaded already. It looks its model manager up by name when it is
     made, and takes all models from one public method of it; its application is made by a function of such a name too.
@@ -215,7 +215,7 @@ def enabled_models() -> Iterator[None]:
             return model
 
     def source(name: str) -> str:
-        """Folder, or id and revision, as transformers' manager names what it loads."""
+        """The model's folder, or id and revision, as named by transformers' manager."""
         found: str = stock.process_model_name(str(embedded_folder()) if name == EMBEDDED else name)
         return found
 
@@ -243,7 +243,7 @@ def _explained(app: Any) -> Any:
 
 
 WORDS: Final[dict[str, Any]] = {"allow_extra_args": True, "allow_interspersed_args": False, **HELP_NAMES}
-"""Context settings of the command: what comes after the program is the program's."""
+"""Context settings of the command: arguments after the program go to the program."""
 
 _SCRIPTS: Final = "console_scripts"
 
@@ -304,20 +304,20 @@ def _module(name: str) -> Callable[[], Any]:
 def _command(program: str) -> Callable[[], Any]:
     names = {point.name: point for point in entry_points(group=_SCRIPTS)}
     if os.sep not in program and not program.endswith(".py") and (point := names.get(program)) is not None:
-        sys.path.insert(0, os.path.join(sys.prefix, "bin"))  # as the command's own file has it
+        sys.path.insert(0, os.path.join(sys.prefix, "bin"))  # as the command's file does
         return lambda: point.load()()
     if os.path.isfile(program):
-        path = os.path.abspath(program)  # as Python's own `__file__` of a script
+        path = os.path.abspath(program)  # as Python sets `__file__` of a script
         sys.path.insert(0, os.path.dirname(path))
         return lambda: runpy.run_path(path, run_name="__main__")
     near = "".join(f"; did you mean {name!r}?" for name in get_close_matches(program, names, 1))
     raise InputError(
-        f"{program!r} is neither a file nor a command of a package in {sys.prefix}; a module is named behind -m{near}"
+        f"{program!r} is neither a file nor a command of a package in {sys.prefix}; a module is named after -m{near}"
     )
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """The frames of the program, without those that started it."""
+    """Traceback frames of the program, without those of its launcher."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     found = trace
     while found is not None and found.tb_frame.f_code.co_filename in ours:

@@ -1,4 +1,4 @@
-"""Calibration: the text and features that layers are measured on, and what models compute on them."""
+"""Calibration: the text and features that layers are measured on, and the recorded inputs of layers."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def calibration_text(config: Any, ids: Tensor | None, tokenizer: Any, file: Path
     if ids is None and tokenizer is None:
         raise ValueError("layers are measured on a text: pass ids as `calibration`, or the model's `tokenizer`")
     limit = longest_text(config)
-    ids = calibration_ids(tokenizer, file, limit) if ids is None else _beginning(ids, limit)
+    ids = calibration_ids(tokenizer, file, limit) if ids is None else _prefix(ids, limit)
     if wrong := [bound for bound in map(int, ids.aminmax()) if not 0 <= bound < config.vocab_size]:
         raise ValueError(
             f"the calibration text has id {wrong[-1]}, and the model has {config.vocab_size} tokens, from 0; take the "
-            "model's own tokenizer"
+            "model's tokenizer"
         )
     return ids
 
@@ -58,14 +58,14 @@ def calibration_ids(tokenizer: Any, file: Path | None = None, limit: int | None 
         text = "\n\n".join(few_shot_prompt(tasks[at + 6], tasks[at : at + 6]) for at in (0, 12))
     else:
         try:
-            with file.open(encoding="utf-8") as stream:  # of any size, whose beginning holds all tokens that are used
+            with file.open(encoding="utf-8") as stream:  # of any size; only a prefix is used
                 text = stream.read(TOKENS * _CHARACTERS_PER_TOKEN)
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the calibration text {file}: {error}; name a UTF-8 text file") from error
-    return _beginning(tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0], limit)
+    return _prefix(tokenizer(text, return_tensors="pt", truncation=False, verbose=False).input_ids[0], limit)
 
 
-def _beginning(ids: Tensor, limit: int | None) -> Tensor:
+def _prefix(ids: Tensor, limit: int | None) -> Tensor:
     if limit is not None and limit < LEAST:
         raise ValueError(
             f"layers are measured on {LEAST} tokens or more, and the model takes {limit}; keep it as it is"
@@ -146,11 +146,11 @@ def _not_finite(features: Tensor) -> int:
 
 def record(model: PreTrainedModel, family: Family, inputs: dict[str, Tensor]) -> list[AttentionInputs]:
     """Inputs of every attention, in the order of `attentions`, in one run of an ordinary model, fp32 on the CPU."""
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     encoded: list[Tensor] = []
 
     def keep(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        seen.append(attention_inputs(args, kwargs).float().cpu())
+        recorded.append(attention_inputs(args, kwargs).float().cpu())
         if kwargs.get("key_value_states") is not None and not encoded:
             encoded.append(kwargs["key_value_states"][0].float().cpu())
 
@@ -164,10 +164,10 @@ def record(model: PreTrainedModel, family: Family, inputs: dict[str, Tensor]) ->
         if family.score_bias is not None:
             bias = family.score_bias(model, inputs["decoder_input_ids"].shape[1]).float().cpu()
     if not encoded:
-        return [AttentionInputs(one) for one in seen]
+        return [AttentionInputs(one) for one in recorded]
     return [
         AttentionInputs(one, encoded=encoded[0]) if index % 2 else AttentionInputs(one, score_bias=bias)
-        for index, one in enumerate(seen)
+        for index, one in enumerate(recorded)
     ]
 
 

@@ -133,7 +133,7 @@ class _Conversion:
         self.report = self._describe()
 
     def groups(self, done: int, on_group: Callable[[int, int], None]) -> Iterator[tuple[dict[str, Tensor], Any]]:
-        """Tensors and reports of all groups but those done before."""
+        """Yield tensors and reports of the groups that are not done yet."""
         self.stream.skip(done)
         for index in range(done, len(self.stream)):
             on_group(index, len(self.stream))
@@ -198,7 +198,7 @@ class _Conversion:
         return calibration_text(language_config(self.source.config), None, tokenizer, self.text)
 
     def _check_disk(self, folder: Path) -> None:
-        """Refuse, before hours of work, a checkpoint for which the disk has no room."""
+        """Refuse, before hours of work, a checkpoint that the disk has no space for."""
         itemsize = self.source.tensor(self.family.embedding).dtype.itemsize
         needed = int(self.source.nbytes() * self.stream.dtype.itemsize / itemsize * _HEADROOM)
         free = shutil.disk_usage(folder).free
@@ -206,7 +206,7 @@ class _Conversion:
             shutil.rmtree(folder)
             raise CheckpointError(
                 f"{folder.parent} has {free / 1e9:.2f} GB free, and the checkpoint needs {needed / 1e9:.2f} GB; make "
-                "room, or name a folder on another disk"
+                "space, or name a folder on another disk"
             )
 
     def _describe(self) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def verify(
 
 
 def _accumulation_error(layers: Sequence[Mapping[str, Any]]) -> float:
-    """Error of the logits that rounding in fp32 adds: of their own sums, and of those that give values from keys.
+    """Error of the logits that rounding in fp32 adds: in their sums, and in those that compute values from keys.
 
     Rounding the cached keys makes the measured `value_error`. Rounding sums of their products is amplified as much,
     but smaller by the ratio of the precisions. (The condition number is no bound: it ignores V-coordinates.)
@@ -342,24 +342,24 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     layers, measured = report["layers"], [layer["measured"] for layer in report["layers"]]
-    numbers = list(range(len(layers)))
+    indices = list(range(len(layers)))
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    above.bar(numbers, [one["condition"] or float("nan") for one in measured], color="#3b6fb6")
+    above.bar(indices, [one["condition"] or float("nan") for one in measured], color="#3b6fb6")
     above.set_yscale("log")
     above.set_ylabel("condition number of $W_K$")
     above.set_title(f"{report['source']} in {report['dtype']}: {report['saved']:.0%} of the KV cache saved")
     for baseline, name, color in (("ordinary", "", "#9aa0a6"), ("ordinary_int8", ", int8", "#c9a227")):
         if all(one[baseline] for one in measured):
             errors = [one[baseline]["output_error"] for one in measured]
-            below.plot(numbers, errors, "o-", color=color, label=f"keys and values{name}")
+            below.plot(indices, errors, "o-", color=color, label=f"keys and values{name}")
             allowed = [error * report["tolerance"] for error in errors]
-            below.plot(numbers, allowed, ":", color=color, label=f"tolerance{name}")
+            below.plot(indices, allowed, ":", color=color, label=f"tolerance{name}")
     alone = [_error_of_keys(one) for one in measured]
-    below.plot(numbers, alone, "x--", color="#c46a8d", label="keys alone")
+    below.plot(indices, alone, "x--", color="#c46a8d", label="keys alone")
     # A logarithmic axis has no 0: exact caches are drawn below all keys and values.
     lowest = min((one["ordinary"]["output_error"] for one in measured if one["ordinary"]["output_error"]), default=1.0)
     chosen = [layer["output_error"] or lowest / 10 for layer in layers]
-    below.plot(numbers, chosen, "s-", color="#1b7f5c", label="chosen")
+    below.plot(indices, chosen, "s-", color="#1b7f5c", label="chosen")
     for at, (layer, error) in enumerate(zip(layers, chosen)):
         name = f"k+{layer['rank']}" if layer["rank"] else layer["plan"]
         if layer.get("cache_dtype"):

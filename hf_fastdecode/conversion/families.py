@@ -132,13 +132,13 @@ def _load(model_type: str) -> Family:
 def multimodal_family(config: Any, language: Family) -> Family:
     """The family of a multimodal model, ordinary or slim, from that of its language model."""
     model = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
-    own, prefix = f"{language.slim_model.base_model_prefix}.", MULTIMODAL[config.model_type]
+    language_prefix, prefix = f"{language.slim_model.base_model_prefix}.", MULTIMODAL[config.model_type]
     return replace(
         language,
         architecture=model.__name__,
         slim_model=model,
-        embedding=prefix + language.embedding.removeprefix(own),
-        layers=prefix + language.layers.removeprefix(own),
+        embedding=prefix + language.embedding.removeprefix(language_prefix),
+        layers=prefix + language.layers.removeprefix(language_prefix),
         renamed={},
         auto=AutoModelForMultimodalLM,
     )
@@ -196,6 +196,6 @@ def _complete(config: Any, language: Any, architecture: str, dtype: torch.dtype)
 
 def _ordinary_fields(config: Any) -> dict[str, Any]:
     """Fields of an ordinary language model's config, from a whole model's, ordinary or slim."""
-    own = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+    out = ("model_type", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
     fields: dict[str, Any] = language_config(config).to_dict()
-    return {name: one for name, one in fields.items() if name not in own and not name.startswith(SLIM)}
+    return {name: one for name, one in fields.items() if name not in out and not name.startswith(SLIM)}

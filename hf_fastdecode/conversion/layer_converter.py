@@ -238,17 +238,17 @@ class LayerConverter:
                 to read the encoder's output and others' is not.
             ValueError: The text is too short or not finite.
         """
-        own, seen = self.source(index)
-        plain = self.family.plain(self.config, own)
+        layer_tensors, text = self.source(index)
+        plain = self.family.plain(self.config, layer_tensors)
         weights = self._weights(plain, index)
-        rotation = self.family.rotation(self.config, len(seen.inputs))
-        seen = replace(seen, rotation=rotation, unrotate=self.choice.rope == "unrotate")
+        rotation = self.family.rotation(self.config, len(text.inputs))
+        text = replace(text, rotation=rotation, unrotate=self.choice.rope == "unrotate")
         plans = self._plans[index % len(self._plans)]
         choice, model_dtype = self.choice, weights.key.dtype
         asked = choice.of_layer(index, self.count, plans)
         plan, statistics = fit_layer(
             weights,
-            seen,
+            text,
             model_dtype=model_dtype,
             cache_dtype=None if choice.cache_dtype == AUTO else getattr(torch, str(choice.cache_dtype)),
             tolerance=choice.tolerance,
@@ -257,7 +257,7 @@ class LayerConverter:
         )
         chosen = pick(plan, asked, index, plans)
         if chosen.plan == "kv":
-            return ConvertedLayer(plan, chosen, SlimLayer("kv"), dict(own))
+            return ConvertedLayer(plan, chosen, SlimLayer("kv"), dict(layer_tensors))
         if chosen.plan not in ("k", "k+r"):
             cache_dtype = chosen.dtype if in_eight_bits(chosen) else None
             return ConvertedLayer(plan, chosen, SlimLayer(chosen.plan, cache_dtype=cache_dtype), plain)
@@ -267,7 +267,7 @@ class LayerConverter:
         exact = stored.double()
         recovered = weights.W_K @ exact.from_keys + exact.from_inputs @ exact.directions
         recovered_error = relative_error(recovered.to(model_dtype).double(), weights.W_V)
-        fits = _fits_float16(weights, exact, seen)
+        fits = _fits_float16(weights, exact, text)
         cache_dtype = chosen.dtype if chosen.dtype == choice.cache_dtype else None  # not chosen for the model's dtype
         entry = SlimLayer(chosen.plan, chosen.rank, fits, cache_dtype)
         value = f"{self.family.projection('v')}."
@@ -300,10 +300,10 @@ class LayerConverter:
 
     def _accurate_from_encoder(self, index: int) -> bool:
         """Whether plan ``e`` is accurate enough, on the half of the text that plans are judged on."""
-        own, seen = self.source(index)
-        assert seen.encoded is not None
-        weights = self._weights(self.family.plain(self.config, own), index)
-        errors = CacheErrors(weights, seen.part(slice(len(seen.encoded) // 2, None)))
+        layer_tensors, text = self.source(index)
+        assert text.encoded is not None
+        weights = self._weights(self.family.plain(self.config, layer_tensors), index)
+        errors = CacheErrors(weights, text.part(slice(len(text.encoded) // 2, None)))
         dtype = weights.key.dtype
         bound = self.choice.tolerance * errors.ordinary(dtype).output_error
         try:
@@ -332,11 +332,11 @@ def recover_values(key: Tensor, key_bias: Tensor | None, tensors: Mapping[str, T
     return weight.mT.contiguous(), bias
 
 
-def _fits_float16(weights: AttentionWeights, exact: ValueCoordinates, seen: AttentionInputs) -> bool:
-    keys, rotation = exact.cached_keys(weights, seen.key_inputs), seen.stored_rotation
+def _fits_float16(weights: AttentionWeights, exact: ValueCoordinates, text: AttentionInputs) -> bool:
+    keys, rotation = exact.cached_keys(weights, text.key_inputs), text.stored_rotation
     try:
         cached_and_read(keys, torch.float16, weights.head_dim, rotation)
-        check_range("V-coordinates", exact.coordinates(seen.key_inputs), torch.float16)
+        check_range("V-coordinates", exact.coordinates(text.key_inputs), torch.float16)
     except ValueError:
         return False
     return True

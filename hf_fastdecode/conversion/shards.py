@@ -38,7 +38,7 @@ def unfinished(target: Path) -> Path:
 class ShardWriter:
     """Writes groups of tensors, in order, to shards of at most `limit` bytes for the new folder `target`.
 
-    A larger tensor has a shard of its own. A shard begins with a group, from which a conversion of the same `settings`
+    A larger tensor is a separate shard. A shard begins with a group, from which a conversion of the same `settings`
     can be resumed.
 
     Raises:
@@ -108,15 +108,15 @@ class ShardWriter:
         """Give the shards their final names and write the index; returns the report of each group."""
         self.flush()
         shards = self.state["shards"]
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             written, file = self._shard_files(number)
             if written.exists():
                 os.replace(written, file)
-            places |= dict.fromkeys(names, file.name)
+            weight_map |= dict.fromkeys(names, file.name)
         if len(shards) > 1:
             size = sum(sum(names.values()) for names in shards)
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
+            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
             write_json(self.folder / "model.safetensors.index.json", index)
         return list(self.state["reports"])
 

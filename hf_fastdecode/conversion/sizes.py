@@ -25,7 +25,7 @@ KV: Final = "keys and values"
 OPTION_1: Final = "keys (option 1)"
 ON_CHIP: Final = "E on chip"
 READ: Final = "E read"
-_INT8_GROUP: Final = 64  # numbers per scale, as transformers' QuantizedCache groups them
+_INT8_GROUP: Final = 64  # elements per scale, as transformers' QuantizedCache groups them
 _SCALE_BYTES: Final = 2
 
 
@@ -46,9 +46,9 @@ class CacheSize:
         return None if self.matrices is None else self.read + self.matrices / rows
 
 
-def _int8_size(numbers: int, matrices: int | None) -> CacheSize:
-    """Keys and values of a row in int8, with a scale in half precision for each 64 numbers."""
-    stored = numbers + _SCALE_BYTES * -(-numbers // _INT8_GROUP)
+def _int8_size(elements: int, matrices: int | None) -> CacheSize:
+    """Keys and values of a row in int8, with a scale in half precision for each 64 elements."""
+    stored = elements + _SCALE_BYTES * -(-elements // _INT8_GROUP)
     return CacheSize("int8 keys and values", stored, stored, matrices)
 
 
@@ -117,20 +117,20 @@ def encoder_decoder_caches(
     solved = counted.layers * value_matrices(inputs, width, 0, matrix_dtype(dtype))  # W_KV of self-attention, for W_V
     self_change = solved - counted.layers * inputs * width * size
     sizes = [cache(KV, cross_kv + self_kv, cross_kv + self_kv, 0)]
-    kept, own, change = KV, self_kv, 0
+    kept, self_stored, change = KV, self_kv, 0
     if shape.attention == "MHA":
-        kept, own, change = "keys", self_kv // 2, self_change
-        stored = own + cross_kv // 2
+        kept, self_stored, change = "keys", self_kv // 2, self_change
+        stored = self_stored + cross_kv // 2
         sizes.append(cache(OPTION_1, stored, stored, solved + self_change))
     if inputs < width and getattr(text, "rope_parameters", None) is None:
-        kept, own, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
-    for place, read in ((ON_CHIP, 0), (READ, counted.layers * encoder)):
-        sizes.append(cache(f"{place}, {kept}", own + encoder, own + read, projections + change))
+        kept, self_stored, change = "inputs", self_kv // (2 * shape.kv_heads * shape.head_dim) * inputs, 0
+    for label, read in ((ON_CHIP, 0), (READ, counted.layers * encoder)):
+        sizes.append(cache(f"{label}, {kept}", self_stored + encoder, self_stored + read, projections + change))
     return [*sizes, _int8_size((cross_kv + self_kv) // size, baseline)]
 
 
 def empty_model(config: Any) -> PreTrainedModel:
-    """A model of a config on the meta device, in eval mode; its own code may raise anything."""
+    """A model of a config on the meta device, in eval mode; its code may raise anything."""
     with torch.device("meta"):
         return auto_class(config).from_config(config, trust_remote_code=False).eval()
 
@@ -169,8 +169,8 @@ def layer_caches(config: Any, dtype: torch.dtype) -> list[LayerCache]:
     found = []
     for layer in language.layer_plans:
         stored_in = cache_dtype(dtype, layer) if layer.plan != "kv" else dtype
-        numbers = {"kv": (width, width), "x": (language.hidden_size,), "e": ()}.get(layer.plan, (width, layer.rank))
-        size = sum(stored_bytes(one, stored_in, shape.head_dim) for one in numbers)
+        widths = {"kv": (width, width), "x": (language.hidden_size,), "e": ()}.get(layer.plan, (width, layer.rank))
+        size = sum(stored_bytes(one, stored_in, shape.head_dim) for one in widths)
         if layer.plan in ("k", "k+r") and language.unrotates:
             size += position_bytes(stored_in)
         found.append(LayerCache(layer, stored_in, size))
@@ -205,6 +205,6 @@ def checkpoint_caches(
         return [CacheSize(SLIM, stored, stored, matrices)]
     encoder = encoder_tokens * inputs * dtype.itemsize
     return [
-        CacheSize(f"{SLIM}, {place}", stored + encoder, stored + read, matrices)
-        for place, read in ((ON_CHIP, 0), (READ, readers * encoder))
+        CacheSize(f"{SLIM}, {label}", stored + encoder, stored + read, matrices)
+        for label, read in ((ON_CHIP, 0), (READ, readers * encoder))
     ]

@@ -171,7 +171,7 @@ class Checkpoint:
     no config that transformers reads, CheckpointError where a file is missing or damaged.
 
     Attributes:
-        places: File of each tensor and its name there, by its name in the model.
+        locations: File of each tensor and its name there, by its name in the model.
         tied: Names of tensors that the config's model ties to others, with the others' names; set by `check`.
         left_out: Names of tensors that the config's model neither has nor had in old releases; set by `check`.
     """
@@ -179,13 +179,13 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, load_config(str(folder))
         self._open: tuple[Path, Any] | None = None
-        self.places = self._find()
+        self.locations = self._find()
         self.tied: dict[str, str] = {}
         self.left_out: list[str] = []
 
     def rename(self, model_name: Callable[[str], str]) -> None:
         """Rename tensors from the names in files, e.g. of older releases, to those in models."""
-        self.places = {model_name(name): place for name, place in self.places.items()}
+        self.locations = {model_name(name): location for name, location in self.locations.items()}
 
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
         """Rename tensors as transformers does when it loads, and compare them with a model of the config.
@@ -207,10 +207,10 @@ class Checkpoint:
         is_base = self._rename_base(expected, prefix)
         self.tied = dict(model.all_tied_weights_keys)
         for name, other in self.tied.items():  # where only the tied copy is stored, transformers uses it for both
-            if other not in self.places and name in self.places:
-                self.places[other] = self.places.pop(name)
+            if other not in self.locations and name in self.locations:
+                self.locations[other] = self.locations.pop(name)
         optional = {*self.tied, *(model._keys_to_ignore_on_load_missing or ())}
-        if missing := sorted(expected.keys() - self.places.keys() - optional):
+        if missing := sorted(expected.keys() - self.locations.keys() - optional):
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             reason = "a file is missing, or config.json is of another model"
             if is_base and not any(name.startswith(prefix) for name in missing):
@@ -218,26 +218,26 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder} lacks {missing[0]}{more}, which its config wants; {reason}")
         self._leave_out(expected, model._keys_to_ignore_on_load_unexpected or (), layers, unread)
         for name, tensor in expected.items():
-            if name in self.places:
+            if name in self.locations:
                 self._check_tensor(name, tensor)
 
     def _rename_base(self, expected: Mapping[str, Tensor], prefix: str) -> bool:
         """Add or remove the base model's prefix, as transformers does; returns whether names have changed."""
-        before = self.places
+        before = self.locations
 
         def model_name(name: str) -> str:
             others = (prefix + name, name.removeprefix(prefix)) if name not in expected else ()
             return next((other for other in others if other in expected and other not in before), name)
 
         self.rename(model_name)
-        return self.places.keys() != before.keys()
+        return self.locations.keys() != before.keys()
 
     def _leave_out(
         self, expected: Mapping[str, Tensor], ignored: Any, layers: str | None, unread: tuple[str, ...]
     ) -> None:
-        """Leave out tensors that the model does not have, and refuse them in layers, and those of further layers."""
+        """Drop tensors that the model does not have; raise for surplus tensors in layers and for further layers."""
         numberless = {_LAYER_NUMBER.sub("#", name) for name in expected}
-        surplus = sorted(self.places.keys() - expected.keys() - self.tied.keys())
+        surplus = sorted(self.locations.keys() - expected.keys() - self.tied.keys())
         unknown = [name for name in surplus if not any(re.search(one, name) for one in (*_UNREAD, *ignored))]
         for name in unknown:
             if _LAYER_NUMBER.sub("#", name) in numberless:
@@ -248,12 +248,12 @@ class Checkpoint:
             if layers is None or not name.startswith(layers):
                 self.left_out += [name] if name in unknown else []
             elif not name.endswith(unread):
-                index, _, own = name.removeprefix(layers).partition(".")
+                index, _, short_name = name.removeprefix(layers).partition(".")
                 raise CheckpointError(
-                    f"layer {index} has a tensor {own}, which layers of {self.config.model_type} have not: the "
+                    f"layer {index} has a tensor {short_name}, which layers of {self.config.model_type} have not: the "
                     "checkpoint is of another architecture, whose classes come with it"
                 )
-            del self.places[name]
+            del self.locations[name]
 
     def _check_tensor(self, name: str, expected: Tensor) -> None:
         stored = self.tensor(name)
@@ -274,15 +274,15 @@ class Checkpoint:
         Where the two differ, e.g. after a head was trained separately, transformers keeps both despite the config.
         """
         other = self.tied.get(name)
-        return other in self.places and torch.equal(self.tensor(name), self.tensor(other))
+        return other in self.locations and torch.equal(self.tensor(name), self.tensor(other))
 
     def unties(self) -> bool:
         """Whether all tensors that the config ties to others are stored and differ from them."""
-        return bool(self.tied) and all(name in self.places and not self.repeats(name) for name in self.tied)
+        return bool(self.tied) and all(name in self.locations and not self.repeats(name) for name in self.tied)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor, on the CPU, in its own dtype; its elements are read from the disk when they are used."""
-        file, stored = self.places[name]
+        """A tensor, on the CPU, in the file's dtype; its elements are read from the disk when they are used."""
+        file, stored = self.locations[name]
         handle = self._handle(file)
         if stored not in list(handle.keys()):
             raise CheckpointError(
@@ -297,18 +297,18 @@ class Checkpoint:
             ) from error
 
     def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in {file for file, _ in self.places.values()})
+        return sum(file.stat().st_size for file in {file for file, _ in self.locations.values()})
 
     def stamp(self) -> list[list[Any]]:
         """Names, sizes and modification times of the checkpoint's files."""
-        files = sorted({*(file for file, _ in self.places.values()), self.folder / "config.json"})
+        files = sorted({*(file for file, _ in self.locations.values()), self.folder / "config.json"})
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
     def copy_beside(self, folder: Path) -> None:
         """Copy the files beside the weights, such as the tokenizer and the generation config, but not the config."""
         for file in sorted(self.folder.iterdir()):
-            own = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
-            if file.is_file() and file.suffix in _BESIDE and not own:
+            replaced = file.name in ("config.json", REPORT) or file.name.endswith(".index.json")
+            if file.is_file() and file.suffix in _BESIDE and not replaced:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:

@@ -75,11 +75,11 @@ def measure_sparsity(
     features: Tensor | None = None,
     tokenizer: Any = None,
 ) -> SparsityReport:
-    """Measure what ``sparsity_threshold`` skips in a slim model, and the error that it makes.
+    """Measure how much ``sparsity_threshold`` skips in a slim model, and the error that it adds.
 
     Slim attention, section 3: tokens whose attention weight is below the threshold add nothing to the values, and
     weights are not renormalised. Layers that keep keys and values have no threshold. The model runs the text in one
-    pass, and its own threshold is restored.
+    pass, and its threshold is restored.
 
     Args:
         model: A slim model, on any device. Of multimodal models the language model is measured, on text.

@@ -50,11 +50,11 @@ class TensorStream:
     def _outside(self) -> dict[str, Tensor]:
         """Embeddings, norms and the head, cast; those that repeat another tensor are not stored twice."""
         layers = tuple(self.prefixes)
-        names = sorted(name for name in self.source.places if not name.startswith(layers))
+        names = sorted(name for name in self.source.locations if not name.startswith(layers))
         return self._read(name for name in names if not self.source.repeats(name))
 
     def _names(self, index: int) -> list[str]:
-        return sorted(name for name in self.source.places if name.startswith(self.prefixes[index]))
+        return sorted(name for name in self.source.locations if name.startswith(self.prefixes[index]))
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         return {name: _cast(name, self.source.tensor(name), self.dtype) for name in names}
@@ -85,8 +85,8 @@ class SlimStream(TensorStream):
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         converted = self.converter.convert(index)
         beside, self._beside = self._beside, {}
-        own = {self.attentions[index] + name: one for name, one in converted.tensors.items()}
-        return beside | own, converted.report()
+        stored = {self.attentions[index] + name: one for name, one in converted.tensors.items()}
+        return beside | stored, converted.report()
 
     def _config(self, reports: list[Any]) -> Any:
         return slim_config(self.family, self.source.config, config_entries(reports), self.dtype, self.rope)
@@ -94,9 +94,9 @@ class SlimStream(TensorStream):
     def _attention(self, index: int) -> tuple[dict[str, Tensor], AttentionInputs]:
         """An attention's tensors and calibration inputs; the group's other tensors are kept beside."""
         tensors, prefix = self._read(self._names(index)), self.attentions[index]
-        seen = self._calibrate(index, tensors)
+        recorded = self._calibrate(index, tensors)
         self._beside = {name: one for name, one in tensors.items() if not name.startswith(prefix)}
-        return below(prefix, tensors), seen
+        return below(prefix, tensors), recorded
 
     def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
         raise NotImplementedError
@@ -108,18 +108,18 @@ class EncoderDecoderStream(SlimStream):
     The model runs in the dtype of the result. A resumed conversion repeats the pass.
     """
 
-    _seen: list[AttentionInputs] | None = None
+    _recorded: list[AttentionInputs] | None = None
 
     def _calibrate(self, index: int, tensors: dict[str, Tensor]) -> AttentionInputs:
-        if self._seen is None:
+        if self._recorded is None:
             source = self.source
             model = self.family.auto.from_pretrained(source.folder, config=source.config, dtype=self.dtype)
-            self._seen = record(model, self.family, self.inputs)
-        return self._seen[index]
+            self._recorded = record(model, self.family, self.inputs)
+        return self._recorded[index]
 
 
 class DecoderOnlyStream(SlimStream):
-    """Runs the calibration text through the layers as they are converted, each built from its own weights.
+    """Runs the calibration text through the layers as they are converted, each built from its weights.
 
     Layers run in the dtype of the result, as in `to_slim`: otherwise rounding that the model does anyway counts as an
     error of a cache of inputs.
@@ -144,10 +144,10 @@ class DecoderOnlyStream(SlimStream):
             layer = family.decoder_layer(config, index)
         layer.load_state_dict(below(self.prefixes[index], tensors), assign=True)
         family.fill_buffers(layer, config)
-        seen: list[Tensor] = []
+        recorded: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            seen.append(attention_inputs(args, kwargs))
+            recorded.append(attention_inputs(args, kwargs))
 
         layer.get_submodule(family.paths[0]).register_forward_pre_hook(keep, with_kwargs=True)
         assert self.hidden is not None
@@ -155,7 +155,7 @@ class DecoderOnlyStream(SlimStream):
         with torch.no_grad():
             tables = None if family.rotary is None else family.rotary(config)(self.hidden, positions)
             self.hidden = family.run_layer(layer.eval(), self.hidden[None], positions, tables)[0]
-        return AttentionInputs(seen[0])
+        return AttentionInputs(recorded[0])
 
 
 class FullStream(TensorStream):
@@ -170,7 +170,7 @@ class FullStream(TensorStream):
 
     def _layer(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         names, prefix = self._names(index), self.attentions[index]
-        own = {name.removeprefix(prefix): self.source.tensor(name) for name in names if name.startswith(prefix)}
+        stored = {name.removeprefix(prefix): self.source.tensor(name) for name in names if name.startswith(prefix)}
         tensors = self._read(name for name in names if not name.startswith(f"{prefix}slim."))
         plain = below(prefix, tensors)
         layer = self.config.layer_plans[index]
@@ -178,9 +178,11 @@ class FullStream(TensorStream):
         if layer.plan in ("k", "k+r"):
             error = self.known[index].get("recovered_error")
             key, value, output = map(self.family.projection, "kvo")
-            weight, bias = recover_values(own[f"{key}.weight"], own.get(f"{key}.bias"), own)
+            weight, bias = recover_values(stored[f"{key}.weight"], stored.get(f"{key}.bias"), stored)
             plain[f"{value}.weight"] = weight.to(self.dtype)
-            if f"{key}.bias" in own or f"{output}.bias" in own:  # in Whisper, values have a bias and keys have none
+            if (
+                f"{key}.bias" in stored or f"{output}.bias" in stored
+            ):  # in Whisper, values have a bias and keys have none
                 plain[f"{value}.bias"] = bias.to(self.dtype)
         if layer.plan != "kv":
             plain = self.family.ordinary(self.config, plain)
@@ -193,9 +195,9 @@ class FullStream(TensorStream):
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy, of floating-point numbers in `dtype`: tensors of a file may share memory, and of a shard may not.
+    """A copy, of floating-point tensors in `dtype`: tensors of a file may share memory, and of a shard may not.
 
-    Raises CheckpointError where numbers are inf or nan, or would be in `dtype`.
+    Raises CheckpointError where elements are inf or nan, or would be in `dtype`.
     """
     if not tensor.is_floating_point():
         return tensor.clone()

@@ -82,11 +82,11 @@ def to_slim(
     _require_plain(model)
     _require_ordinary(model, family)
     ids = calibration_text(config, calibration, tokenizer)
-    seen = record(model, family, model_inputs(family, model.config, ids, features))
+    recorded = record(model, family, model_inputs(family, model.config, ids, features))
     state, prefixes = model.state_dict(), family.attentions(config)
 
     def attention(index: int) -> tuple[Mapping[str, Tensor], AttentionInputs]:
-        return below(prefixes[index], state), seen[index]
+        return below(prefixes[index], state), recorded[index]
 
     converter, entries = LayerConverter(family, config, choice, attention), []
     made = {name: one for name, one in state.items() if not name.startswith(tuple(prefixes))}
@@ -148,8 +148,8 @@ def _slim_model(
     tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
     saved = model.state_dict()
     # A head that was trained separately differs from the embeddings that its config ties it to.
-    apart = {name: other for name, other in tied.items() if saved[name].data_ptr() != saved[other].data_ptr()}
-    differing = {name for name, other in apart.items() if not torch.equal(saved[name], saved[other])}
+    separate = {name: other for name, other in tied.items() if saved[name].data_ptr() != saved[other].data_ptr()}
+    differing = {name for name, other in separate.items() if not torch.equal(saved[name], saved[other])}
     config = slim_config(family, model.config, entries, model.dtype, rope)
     if tied and differing == tied.keys():
         untied(config)
@@ -162,8 +162,8 @@ def _slim_model(
         family.fill_buffers(slim, language_config(slim.config), model.device)
     for name, buffer in list(slim.named_buffers()):
         if buffer.is_meta:
-            place, _, own = name.rpartition(".")
-            setattr(slim.get_submodule(place), own, model.get_buffer(name))
+            path, _, attribute = name.rpartition(".")
+            setattr(slim.get_submodule(path), attribute, model.get_buffer(name))
     # A config that ties several tensors, of which some differ, ties the others here and when it is loaded.
     slim.all_tied_weights_keys = {
         name: other for name, other in slim.all_tied_weights_keys.items() if name not in differing

@@ -30,26 +30,26 @@ def import_samples(path: Path, tasks: Sequence[Task], chosen: Sequence[Task] | N
         return _by_position(generations, tasks if chosen is None else chosen, path)
     wanted = None if chosen is None else {task.task_id for task in chosen}
     ids = TaskIds(tasks)
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     samples: dict[tuple[str, int], Sample] = {}
     for record in parse_records(content, path):
-        sample = _sample(record, ids, seen)
+        sample = _sample(record, ids, counts)
         if (sample.task_id, sample.index) in samples:
-            raise record.error(f"sample {sample.index} of task {sample.task_id} occurs twice; give each its own index")
+            raise record.error(f"sample {sample.index} of task {sample.task_id} occurs twice; give each another index")
         samples[sample.task_id, sample.index] = sample
     return [sample for sample in samples.values() if wanted is None or sample.task_id in wanted]
 
 
-def _sample(record: Record, ids: TaskIds, seen: Counter[str]) -> Sample:
+def _sample(record: Record, ids: TaskIds, counts: Counter[str]) -> Sample:
     fields = record.fields
     task = ids.require(_task_id(record), f"{record.place}: ")
     language = fields.get("language", task.language)
     if language != task.language:
         raise record.error(f"a sample in {language} for task {task.task_id} in {task.language}; name another `task`")
-    index = fields.get("index", seen[task.task_id])
+    index = fields.get("index", counts[task.task_id])
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:
         raise record.error(f"field 'index' must be an integer of at least 0, got {shown(index)}; mend that line")
-    seen[task.task_id] += 1
+    counts[task.task_id] += 1
     if "completion" in fields:
         completion = record.text("completion")
     elif "solution" in fields:
@@ -103,18 +103,18 @@ def _by_position(generations: list[list[str]], tasks: Sequence[Task], path: Path
     samples = []
     for number, (task, programs) in enumerate(zip(tasks, generations, strict=True), 1):
         for index, program in enumerate(programs):
-            place = f"{path} item {number}, program {index + 1}"
+            source = f"{path} item {number}, program {index + 1}"
             if not isinstance(program, str):
-                raise InputError(f"{place}: expected a text, got {type(program).__name__}; write programs as texts")
-            samples.append(Sample(task.task_id, index, _continuation(task, program, place)))
+                raise InputError(f"{source}: expected a text, got {type(program).__name__}; write programs as texts")
+            samples.append(Sample(task.task_id, index, _continuation(task, program, source)))
     return samples
 
 
-def _continuation(task: Task, program: str, place: str) -> str:
+def _continuation(task: Task, program: str, source: str) -> str:
     try:
         return continued(task, program)
     except InputError as error:
-        raise InputError(f"{place}: {error}; give what follows the task's stem as 'completion'") from error
+        raise InputError(f"{source}: {error}; give what follows the task's stem as 'completion'") from error
 
 
 Form = Literal["own", "human-eval", "mxeval", "evalplus", "bigcode"]

@@ -72,7 +72,7 @@ _ROWS_OF_A_STEP = 128
 
 
 class RowStopping(StoppingCriteria):
-    """Ends each row by its own stop rule, once nothing that may follow belongs to the completion.
+    """Ends each row by its stop rule, once nothing that may follow belongs to the completion.
 
     Text is decoded after every step; with ``k * 128`` rows after every ``k``-th one, because decoding makes the host
     wait for the device. A row then ends some tokens late, which does not change its completion. `prompts` are
@@ -103,15 +103,15 @@ class RowStopping(StoppingCriteria):
         self._texts = [""] * len(rules)
         self._end_tokens = set(end_tokens)
         self._ended = torch.zeros(len(rules), dtype=torch.bool)
-        self._seen = 0
+        self._read_up_to = 0
         self._steps_between = max(1, len(rules) // _ROWS_OF_A_STEP)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Bool ``[rows]``: which rows have finished, given ``[rows, length]`` tokens."""
-        if input_ids.shape[1] - self._width < self._seen + self._steps_between:
+        if input_ids.shape[1] - self._width < self._read_up_to + self._steps_between:
             return self._ended.to(input_ids.device)
-        drawn = input_ids[:, self._width + self._seen :].tolist()
-        self._seen = input_ids.shape[1] - self._width
+        drawn = input_ids[:, self._width + self._read_up_to :].tolist()
+        self._read_up_to = input_ids.shape[1] - self._width
         for row in (~self._ended).nonzero().flatten().tolist():
             if self._ends(row, drawn[row], input_ids):
                 self._ended[row] = True
@@ -246,7 +246,7 @@ def generate_samples(
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
     Of a `shared` run, those that no other process draws; it ends when all are drawn. An interrupted run loses the unit
-    under way. Started again, it draws the same samples as an uninterrupted run on the same device and versions. An
+    in progress. Started again, it draws the same samples as an uninterrupted run on the same device and versions. An
     InputError where the folder belongs to another run, another process draws into it and the run is not shared, or the
     rows of a call do not fit into memory.
     """
@@ -293,7 +293,7 @@ def measure_latency(
 
     Rows end by their stop rules, as when samples are drawn for scoring. On a GPU each call is made once before it is
     timed: cuDNN's attention, which stock transformers gets from PyTorch, takes tens of milliseconds to plan for each
-    length that it has not met. The way ``shared`` is what `enable` does: calls that gain nothing from it, such as one
+    new length. The way ``shared`` is what `enable` does: calls that gain nothing from it, such as one
     sample of one prompt, run stock. Peak memory is what a CUDA device allocated over what it held before the call.
     """
     asked = drawing.mode if drawing.way == "shared" and drawing.mode != "auto" else "eager"
@@ -324,7 +324,7 @@ def measure_latency(
     ends = [sorted(at - run.call.started for at in run.finished_at) for run in runs]
     samples = {"first": 0, "median": (n - 1) // 2, "last": n - 1}
     times: dict[str, Any] = {
-        f"{name}_sample_s{suffix}": _percentile([own[at] for own in ends], share)
+        f"{name}_sample_s{suffix}": _percentile([item[at] for item in ends], share)
         for name, at in samples.items()
         for suffix, share in (("", 50), ("_p90", 90))
     }
@@ -397,7 +397,7 @@ def _sum_of_bits(tensor: Tensor) -> int:
     return total & (1 << 64) - 1
 
 
-_LOGITS: Final = 1 << 28  # numbers, half a GiB in bfloat16
+_LOGITS: Final = 1 << 28  # elements, half a GiB in bfloat16
 
 
 def rescore_samples(
@@ -408,7 +408,7 @@ def rescore_samples(
     samples: Sequence[Sample],
     out: Path,
 ) -> None:
-    """Write samples with the model's own log-probabilities, see `rescored`.
+    """Write samples with the model's log-probabilities, see `rescored`.
 
     Finished tasks are kept in a hidden file beside `out`, from which an interrupted call continues.
     """
@@ -426,10 +426,10 @@ def rescore_samples(
         if not lines:
             file.write([head])
         for task in tqdm(tasks, desc="rescore", unit="task", disable=None):
-            own = [sample for sample in samples if sample.task_id == task.task_id]
-            if all((sample.task_id, sample.index) in kept for sample in own):
+            of_task = [sample for sample in samples if sample.task_id == task.task_id]
+            if all((sample.task_id, sample.index) in kept for sample in of_task):
                 continue
-            found = rescored(model, tokenizer, form, task, own)
+            found = rescored(model, tokenizer, form, task, of_task)
             file.write(found)
             kept |= {(sample.task_id, sample.index): asdict(sample) for sample in found}
     write_text(out, json_lines(kept.values()))
@@ -439,7 +439,7 @@ def rescore_samples(
 def rescored(
     model: Any, tokenizer: Any, form: PromptFormat, task: Task, samples: Sequence[Sample], *, rows: int = 16
 ) -> list[Sample]:
-    """Give a task's samples the model's own log-probabilities, whichever model or tool drew them.
+    """Give a task's samples the model's log-probabilities, whichever model or tool drew them.
 
     The completion is tokenized after its prompt, so its tokens may differ from those that were drawn. At most `rows`
     samples go through the model at once; fewer if they are long, because logits are large.
@@ -454,10 +454,10 @@ def rescored(
         part = texts[start : start + at_once]
         with memory_and_logit_errors(model, lambda: no_memory):
             log_probs = _log_probs(model, part)
-        for sample, own, row in zip(samples[start : start + at_once], part, log_probs, strict=True):
-            first = max(1, _common_prefix(prompt, own))  # the first token has no logits
-            sum_logp = float(row[first - 1 : len(own) - 1].sum())
-            found.append(replace(sample, tokens=len(own) - first, sum_logp=sum_logp, sum_processed_logp=None))
+        for sample, text, row in zip(samples[start : start + at_once], part, log_probs, strict=True):
+            first = max(1, _common_prefix(prompt, text))  # the first token has no logits
+            sum_logp = float(row[first - 1 : len(text) - 1].sum())
+            found.append(replace(sample, tokens=len(text) - first, sum_logp=sum_logp, sum_processed_logp=None))
     return found
 
 
@@ -469,9 +469,9 @@ def _tokens(tokenizer: Any, form: PromptFormat, text: str) -> list[int]:
 def _log_probs(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
     """Compute log-probabilities of all tokens but the first: ``[texts, longest - 1]`` float64 on the CPU."""
     longest = max(map(len, texts))
-    ids = torch.tensor([[*own, *[own[-1]] * (longest - len(own))] for own in texts], device=model.device)
+    ids = torch.tensor([[*text, *[text[-1]] * (longest - len(text))] for text in texts], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    drawn = [own.float().log_softmax(-1).gather(1, after[1:, None])[:, 0] for own, after in zip(logits, ids)]
+    drawn = [row.float().log_softmax(-1).gather(1, after[1:, None])[:, 0] for row, after in zip(logits, ids)]
     log_probs = torch.stack(drawn).double().cpu()
     if bool(log_probs.isnan().any()):
         raise NotFiniteError
@@ -479,5 +479,5 @@ def _log_probs(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
 
 
 def _common_prefix(prompt: Sequence[int], text: Sequence[int]) -> int:
-    """Count equal tokens at the beginning: the last prompt token may have merged with the completion."""
+    """Length of the common prefix: the last prompt token may have merged with the completion."""
     return next((at for at, (one, other) in enumerate(zip(prompt, text)) if one != other), min(len(prompt), len(text)))

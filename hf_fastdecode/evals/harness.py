@@ -52,7 +52,7 @@ class FastDecodeLM(HFLM):
         enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)
 
     def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        """As lm-eval does, with the class that text of multimodal models needs."""
+        """Choose the model class as lm-eval does, or the text class of a multimodal model."""
         if getattr(self, "AUTO_MODEL_CLASS", None) is None and (auto := _multimodal_class(config)) is not None:
             self.AUTO_MODEL_CLASS = auto
             kwargs["backend"] = "causal"
@@ -62,7 +62,7 @@ class FastDecodeLM(HFLM):
 def _multimodal_class(config: Any) -> Any:
     try:
         auto = auto_class(config)
-    except ValueError:  # code of its own
+    except ValueError:  # custom code
         return None
     return None if config.is_encoder_decoder or auto is AutoModelForCausalLM else auto
 

@@ -8,8 +8,8 @@
 - ``chat``: a user's message through the tokenizer's chat template. The code block of the answer is begun with the
   task's stem, if there is one, as EvalPlus does, so that the completion continues the stem and ends with the block. Of
   a prompt without tests, the completion is the whole answer.
-- ``chat-thinking``: the same message to a model that thinks first. It answers in its own format; the program is the
-  first code block after its thoughts.
+- ``chat-thinking``: the same message to a model that thinks first. The answer has the model's format; the program is
+  the first code block after its thoughts.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class BlockEnd(StopWords):
 
 
 def chat_format(tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> PromptFormat:
-    """``chat``: one user's message that asks for the function, and the beginning of the answer.
+    """``chat``: one user's message that asks for the function, and the prefix of the answer.
 
     `arguments` are those of the template. Where it has the model think, ``chat-thinking``: the prompt ends where the
     template ends it.

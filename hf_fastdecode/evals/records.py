@@ -45,7 +45,7 @@ class Task:
 class Sample:
     """A completion of a task.
 
-    Log-probabilities are natural logarithms of the model's own probabilities, summed over `tokens` tokens; None where
+    Log-probabilities are natural logarithms of the model's probabilities, summed over `tokens` tokens; None where
     unknown.
     """
 
@@ -69,8 +69,8 @@ def thoughts_line(samples: Sequence[Sample]) -> str:
     thoughts = [(one.thought_tokens, one.tokens) for one in samples if one.thought_tokens is not None]
     if not thoughts:
         return ""
-    cut = sum(own == all_of_it for own, all_of_it in thoughts)
-    said = f"Samples think first, {statistics.median(own for own, _ in thoughts):,.0f} tokens in the median"
+    cut = sum(thought == all_of_it for thought, all_of_it in thoughts)
+    said = f"Samples think first, {statistics.median(thought for thought, _ in thoughts):,.0f} tokens in the median"
     if not cut:
         return said
     return f"{said}; {cut:,} of {len(thoughts):,} did not reach an answer within the new tokens that they had"
@@ -102,7 +102,7 @@ class Latency:
     """Drawing n samples of one prompt, in one way on one device.
 
     Times are medians (p50) over prompts, each timed once, or their 90th percentile where the name says so; NaN (an
-    empty cell) where unknown. They are measured in runs of their own and say nothing about which samples pass.
+    empty cell) where unknown. They are measured in separate runs and say nothing about which samples pass.
     """
 
     way: Way
@@ -120,7 +120,7 @@ class Latency:
     last_sample_s_p90: float = math.nan
     peak_bytes: int | None = None  # of memory in use; None where unknown
     runs: int = 0  # prompts that were timed, after a warm-up
-    status: str = "ok"  # or why there are no numbers, such as out of memory
+    status: str = "ok"  # or why there are no measurements, such as out of memory
 
 
 SampleOrVerdict = TypeVar("SampleOrVerdict", Sample, Verdict)

@@ -1,4 +1,4 @@
-"""The report of a run folder: accuracy over tasks, from samples and verdicts, and latency, from runs of its own.
+"""The report of a run folder: accuracy over tasks, from samples and verdicts, and latency, from separate runs.
 
 The two are measured separately and joined by n only.
 """
@@ -71,7 +71,7 @@ class Accuracy:
         }[ranker]
 
     def short_label(self, ranker: Ranker) -> str:
-        """The name of a curve of `SHOWN`, as the paper has it."""
+        """The paper's name of a curve of `SHOWN`."""
         return "pass@n" if ranker == "oracle" else f"pass@top{self.m}"
 
     def value(self, ranker: Ranker, n: int) -> float:
@@ -100,7 +100,7 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     """The rows of ``latency.csv``, sorted by device, way, mode and n.
 
     The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
-    ran in the same mode, the later row that has numbers counts.
+    ran in the same mode, the later row with measurements counts.
     """
     try:
         reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
@@ -155,7 +155,7 @@ def _latency_row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
 
 @dataclass(frozen=True)
 class Line:
-    """Latency against n, in one way and mode on one device: the measurements with numbers, by n."""
+    """Latency against n, in one way and mode on one device: the successful measurements, by n."""
 
     device: str
     way: Way
@@ -183,13 +183,13 @@ def lines_of(rows: Iterable[Latency]) -> list[Line]:
     for row in rows:
         if row.status == "ok":
             found.setdefault((row.device, row.way, row.mode), []).append(row)
-    return [Line(*key, tuple(sorted(own, key=lambda row: row.n))) for key, own in found.items()]
+    return [Line(*key, tuple(sorted(group, key=lambda row: row.n))) for key, group in found.items()]
 
 
 def fastest(lines: Iterable[Line], way: Way, device: str) -> Line | None:
     """Return the line of a way on a device that reaches the largest n, and of several the fastest there."""
-    own = [line for line in lines if (line.way, line.device) == (way, device)]
-    return min(own, key=lambda line: (-line.rows[-1].n, line.rows[-1].last_sample_s), default=None)
+    reached = [line for line in lines if (line.way, line.device) == (way, device)]
+    return min(reached, key=lambda line: (-line.rows[-1].n, line.rows[-1].last_sample_s), default=None)
 
 
 def points(accuracy: Accuracy, ranker: Ranker, line: Line) -> list[tuple[int, float, float]]:

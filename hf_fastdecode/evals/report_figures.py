@@ -50,7 +50,7 @@ def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Mark:
-    """A number that is to stand beside a point."""
+    """A number to print beside a point."""
 
     axis: Any
     point: tuple[float, float]  # in data coordinates
@@ -105,8 +105,8 @@ def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
 def _nearer(mark: Mark, box: Any) -> int:
     points = [mark.axis.transData.transform(np.column_stack(line.get_data())) for line in mark.axis.lines]
     middle = (box.min + box.max) / 2
-    own = np.hypot(*(mark.axis.transData.transform(mark.point) - middle))
-    return int((np.hypot(*(np.concatenate(points) - middle).T) < own - 1).sum())
+    radius = np.hypot(*(mark.axis.transData.transform(mark.point) - middle))
+    return int((np.hypot(*(np.concatenate(points) - middle).T) < radius - 1).sum())
 
 
 def _ink(axis: Any) -> NDArray[np.float64]:
@@ -178,7 +178,7 @@ def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: 
         look = _look(line, lines)
         axis.plot([scale * seconds for _, seconds, _ in joined], [value for _, _, value in joined], **look)
         if line in best:
-            at = {n: place for place, n in enumerate(accuracy.ns)}
+            at = {n: index for index, n in enumerate(accuracy.ns)}
             intervals = [(scale * seconds, curve.lows[at[n]], curve.highs[at[n]]) for n, seconds, _ in joined]
             axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
             points_drawn = [(n, scale * seconds, value) for n, seconds, value in joined]

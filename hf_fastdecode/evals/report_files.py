@@ -28,8 +28,8 @@ def accuracy_table(accuracy: Accuracy) -> Cells:
     """Make a row for each n and a column for each ranker; beside pass@n, its value if unjudged samples are right."""
     curves = {accuracy.label(ranker): curve for ranker, curve in accuracy.curves.items()}
     if accuracy.at_most is not None:
-        (first, own), *others = curves.items()
-        curves = {first: own, f"{first}, at most": accuracy.at_most, **dict(others)}
+        (first, at_least), *others = curves.items()
+        curves = {first: at_least, f"{first}, at most": accuracy.at_most, **dict(others)}
     head = ["n", *(label.replace(", ", ",\n") for label in curves)]
     rows = [[f"{n:,}", *(_percent(curve, at) for curve in curves.values())] for at, n in enumerate(accuracy.ns)]
     return head, rows
@@ -42,8 +42,8 @@ def latency_tables(found: Report) -> dict[str, Cells]:
     tables: dict[str, Cells] = {}
     for row in found.latency:
         gib = math.nan if row.peak_bytes is None else row.peak_bytes / 2**30
-        numbers = [row.prefill_s, row.ms_per_step_p50, row.first_sample_s, row.median_sample_s, row.last_sample_s]
-        cells = [row.way, row.mode, f"{row.n:,}", *map(_number, [*numbers, row.last_sample_s_p90, gib])]
+        seconds = [row.prefill_s, row.ms_per_step_p50, row.first_sample_s, row.median_sample_s, row.last_sample_s]
+        cells = [row.way, row.mode, f"{row.n:,}", *map(_number, [*seconds, row.last_sample_s_p90, gib])]
         if row.status != "ok":
             cells[head.index("last,\ns")] = "none"
         tables.setdefault(row.device, (head, []))[1].append([*cells, _ratio(row, found)])
@@ -73,7 +73,7 @@ def status_line(accuracy: Accuracy) -> str:
 
 def _percent(curve: Curve, at: int) -> str:
     """Show a value, with its interval if it is set against latency, or with the error of an estimate."""
-    value, low, high = (100 * own[at] for own in (curve.values, curve.lows, curve.highs))
+    value, low, high = (100 * values[at] for values in (curve.values, curve.lows, curve.highs))
     if curve.errors is not None:
         return f"{value:.1f}% ± {100 * curve.errors[at]:.1f}"
     return f"{value:.1f}%" + (f" [{low:.0f}, {high:.0f}]" if curve.ranker in SHOWN and not math.isnan(low) else "")
@@ -170,7 +170,7 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
     if found.latency:
         parts += [
             "<h2>Latency</h2>\n",
-            "<p>Medians over prompts, each in a call of its own, measured separately from the scored samples. "
+            "<p>Medians over prompts, each in a separate call, measured separately from the scored samples. "
             "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
             "is in time counts.</p>\n",
         ]
@@ -256,9 +256,9 @@ def _accuracy_fields(accuracy: Accuracy) -> dict[str, Any]:
 
 def _known(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _known(own) for name, own in value.items()}
+        return {name: _known(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_known(own) for own in value]
+        return [_known(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

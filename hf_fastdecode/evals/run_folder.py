@@ -21,7 +21,7 @@ if os.name == "posix":
     import fcntl
 
 _PAUSE: Final = 0.5
-"""Seconds between two looks at what others are doing."""
+"""Seconds between two checks of other processes' progress."""
 
 
 class Queue:
@@ -65,7 +65,7 @@ class Queue:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
         except (BlockingIOError, PermissionError):  # another has it; systems differ in how they say so
             return False
-        except OSError:  # a file system without locks, each with an error of its own
+        except OSError:  # a file system without locks, each raises another error
             return True
         return True
 
@@ -138,7 +138,7 @@ class Lines:
                 continue
             end = content.rfind(b"\n") + 1
             self._read[path] = inode, start + end
-            if start:  # of our own writers
+            if start:  # of our writers
                 yield from map(json.loads, content[:end].splitlines())
             else:
                 yield from read_jsonl(path)
@@ -163,7 +163,7 @@ class Drawing:
     """Settings of drawing samples.
 
     With `processed`, log-probabilities after temperature and top-p are gathered too. Samples are then drawn by
-    transformers' own sampler, from other random numbers than those of the sampling kernel.
+    transformers' sampler, from other random numbers than those of the sampling kernel.
     """
 
     temperature: float = 0.8  # divides the logits; 0 is greedy
@@ -198,8 +198,8 @@ class RunSettings:
     drawing: Drawing = Drawing()
 
     def flat(self) -> dict[str, Any]:
-        own = asdict(self)
-        return own | own.pop("drawing")
+        fields = asdict(self)
+        return fields | fields.pop("drawing")
 
 
 def prompts_digest(task_ids: Sequence[str], prompts: Sequence[Sequence[int]]) -> str:
@@ -232,7 +232,7 @@ def claim_folder(folder: Path, settings: RunSettings, provenance: dict[str, Any]
         if before.get(name) != value:
             raise InputError(
                 f"{folder} holds a run with another {_WORDS.get(name, name)} ({before.get(name)!r}, now {value!r}); "
-                "name another `out`, or use the run's own options to go on with it"
+                "name another `out`, or use the run's options to go on with it"
             )
     raise InputError(f"{path} was changed by hand; name another `out`")
 
@@ -310,9 +310,9 @@ def open_samples(
     for path in sample_files(folder):
         with suppress(_HeldError, FileNotFoundError), exclusive(path, _HeldError()):  # it may have been merged
             _remove_incomplete(path, keys)
-    with work(whole, len(units), is_done, shared=shared, held=_held(whole)) as (file, numbers):
+    with work(whole, len(units), is_done, shared=shared, held=_held(whole)) as (file, pending):
         done.update(map(sample_key, lines.new()))
-        yield file, (units[number] for number in numbers), sum(len(own & done) for own in keys)
+        yield file, (units[number] for number in pending), sum(len(of_unit & done) for of_unit in keys)
 
 
 def _held(path: Path) -> InputError:
@@ -356,7 +356,7 @@ def merged_samples(folder: Path, task_ids: Sequence[str], n: int) -> list[Sample
     if any(path.name != SAMPLES for path in files):
         if len(merged) < n * len(task_ids):
             raise InputError(
-                f"the files in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the rest first"
+                f"the files in {folder} hold {len(merged):,} of {n * len(task_ids):,} samples; draw the others first"
             )
         whole = folder / SAMPLES
         with exclusive(whole, _held(whole)):

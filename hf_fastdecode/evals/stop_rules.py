@@ -30,7 +30,7 @@ class Token:
 
 
 _Rule = tuple[Kind, re.Pattern[str], re.Pattern[str]]
-"""A kind, how its tokens begin, and a whole one: where only the beginning matches, more text has to come."""
+"""A kind, how its tokens begin, and a whole one: where only a prefix matches, more text has to come."""
 
 
 def _rule(kind: Kind, opening: str, whole: str = "(?!)") -> _Rule:
@@ -196,7 +196,7 @@ class StopWords(StopRule):
     """Ends before the first of some words.
 
     Python that does not parse, such as a cut-off text, may be `repaired`: it loses its last lines until it does. A
-    word within another, past its beginning, is a ValueError: more text could bring an earlier end.
+    word within another, past its first character, is a ValueError: more text could bring an earlier end.
     """
 
     def __init__(self, words: Sequence[str], *, repaired: bool = False):
@@ -253,7 +253,7 @@ class PythonFunctionEnd(StopRule):
     """Ends a function's body at the next statement or comment that is not indented.
 
     Definitions that the text uses by name may still follow, such as a helper function; and, before the body, imports
-    and the function's own definition where a model writes it again.
+    and the function's definition where a model writes it again.
     """
 
     def __init__(self, stem: str, entry_point: str):
@@ -271,7 +271,7 @@ class PythonFunctionEnd(StopRule):
         self._depth = 0
         self._previous: Token | None = None
         self._body = False  # whether it has a statement
-        self._head: list[Token] = []  # tokens of a statement that is not indented and not judged yet
+        self._head: list[Token] = []  # tokens of a statement that is not indented and not classified yet
         self._defined = set(self._above)
 
     def _find(self, text: str) -> int | None:
@@ -307,7 +307,7 @@ class PythonFunctionEnd(StopRule):
         return line_ended and previous.text != "\\"
 
     def _judge(self, text: str) -> bool:
-        """Whether a statement that is not indented ends the function, as soon as its first tokens tell."""
+        """Whether a statement that is not indented ends the function; decided by its first tokens."""
         words = [token.text for token in self._head]
         if words[0] == "async":
             words = words[1:]

@@ -53,7 +53,7 @@ def mbpp_task(record: Record) -> Task:
 def mbxp_task(record: Record, language: Language) -> Task:
     """Read a task of MBXP or HumanEval: a signature with a docstring, and a program that tests the entry point.
 
-    HumanEval's own file does not name the language; `canonical_solution` is null where no solution is known.
+    HumanEval's file does not name the language; `canonical_solution` is null where no solution is known.
     """
     _refuse_other_tests(record, (*_READ_OF_MBXP, *_NOT_PART_OF_MBXP))
     return Task(
@@ -99,7 +99,7 @@ def apps_task(record: Record) -> Task:
 def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
     """Refuse a record with tests that are not read, since programs that fail them would pass.
 
-    EvalPlus' own files are such: their `base_input` and `plus_input` need its program to become tests.
+    EvalPlus' files are such: their `base_input` and `plus_input` need its program to become tests.
     """
     for name, value in record.fields.items():
         if name not in known and value and _HOLDS_TESTS.search(name):
@@ -188,7 +188,7 @@ FILES: Final = (
 
 
 def _difference(task_name: str, path: Path, content: bytes, problems: int) -> str:
-    """Say where a file's decompressed content is none of those published for a task name; else empty."""
+    """A note where a file's decompressed content is not a published one of its task name; else empty."""
     found = hashlib.sha256(content).hexdigest()
     names = _MBPP_NAMES if task_name in _MBPP_NAMES else {task_name}  # the reader of one form reads both
     pinned = [file for file in FILES if file.task_name in names]
@@ -255,7 +255,7 @@ def load_tasks(
     """Load the tasks of a source.
 
     Args:
-        name: One of `TASK_NAMES`, or a file of tasks of one's own, in the form of any of them. ``embedded`` comes with
+        name: One of `TASK_NAMES`, or a file of your tasks, in the form of any of them. ``embedded`` comes with
             the package; ``apps`` and ``prompts``, which have no tests, need a file.
         data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
@@ -263,11 +263,11 @@ def load_tasks(
         limit: Only this many of the first tasks, at least 1.
         task_ids: Only these, in this order, of any split.
     """
-    own = ""
+    stem = ""
     if name.endswith(_FILES):
         if data is not None:
             raise InputError(f"tasks of the file {name} and `data={data}` were both given; leave one out")
-        data, own = Path(name), Path(name).name.removesuffix(".gz").rpartition(".")[0]
+        data, stem = Path(name), Path(name).name.removesuffix(".gz").rpartition(".")[0]
         name, split = _form_of(data), split or "all"
     if name not in _READERS:
         names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
@@ -278,7 +278,7 @@ def load_tasks(
         raise InputError(f"there is no split {split!r}; choose one of {', '.join(SPLITS)} or all")
     records, origin, note = _records(name, data)
     tasks = _parsed(name, records)
-    if name == "embedded" or (own and name in _MBPP_NAMES):
+    if name == "embedded" or (stem and name in _MBPP_NAMES):
         examples = list(map(_READERS[name], _packaged(fewshot_tasks())))
     else:  # MBPP's, the paper's three first
         solved = [task for task in _within(tasks, "prompt") if task.reference and name in _MBPP_NAMES]
@@ -290,7 +290,7 @@ def load_tasks(
             raise InputError("`task_ids` names no task; leave it out for all tasks")
     else:
         chosen = _of_split(tasks, split or ("test" if name in _MBPP_NAMES else "all"), origin)
-    return TaskSet(own or name, origin, tuple(chosen[:limit]), tuple(examples), "" if own else note)
+    return TaskSet(stem or name, origin, tuple(chosen[:limit]), tuple(examples), "" if stem else note)
 
 
 def _form_of(data: Path) -> str:
@@ -338,7 +338,7 @@ def _parsed(name: str, records: Sequence[Record]) -> list[Task]:
         task = _READERS[name](record)
         _require_characters(record, task)
         if task.task_id in tasks:
-            raise record.error(f"task id {task.task_id} occurs twice; give each task an id of its own")
+            raise record.error(f"task id {task.task_id} occurs twice; give each task another id")
         tasks[task.task_id] = task
     return list(tasks.values())
 
@@ -366,8 +366,8 @@ def _of_split(tasks: Sequence[Task], split: str, origin: str) -> list[Task]:
 
 def _within(tasks: Sequence[Task], split: str) -> list[Task]:
     first, last = SPLITS[split]
-    numbers = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
-    return [task for task, number in numbers if number.isdecimal() and first <= int(number) <= last]
+    numbered = ((task, task.task_id.rpartition("/")[2]) for task in tasks)
+    return [task for task, number in numbered if number.isdecimal() and first <= int(number) <= last]
 
 
 _ID: Final = re.compile(r"(?:([A-Za-z]\w*?)[/_])?(\d+)")
@@ -405,17 +405,17 @@ class TaskIds:
         found = [self._tasks[one, number] for one in prefixes if (one, number) in self._tasks]
         return found[0] if len(found) == 1 else None
 
-    def require(self, given: object, place: str = "") -> Task:
+    def require(self, given: object, source: str = "") -> Task:
         """As `find`; an InputError if there is none."""
         if task := self.find(given):
             return task
         known = [task.task_id for task in self._tasks.values()]
         raise InputError(
-            f"{place}there is no task {given}; the {len(known)} tasks have ids from {known[0]} to {known[-1]}"
+            f"{source}there is no task {given}; the {len(known)} tasks have ids from {known[0]} to {known[-1]}"
         )
 
 
 def _key(task_id: str) -> tuple[str, str]:
-    """Split an id into data set's name in lower case, and number; one of another form is its own name."""
+    """Split an id into data set's name in lower case, and number; one of another form is the name."""
     match = _ID.fullmatch(task_id)
     return (task_id, "") if match is None else ((match[1] or "").lower(), str(int(match[2])))

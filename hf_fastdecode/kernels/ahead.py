@@ -154,7 +154,7 @@ def _compiling(left_out: _LeftOut, device: torch.device) -> Iterator[_LeftOut]:
         mode = AsyncCompileMode(threads, ignore_errors=True)
         try:
             mode.__enter__()
-        except RuntimeError:  # the caller's own mode is active
+        except RuntimeError:  # the caller's mode is active
             if left_out.everything:
                 raise
             yield left_out

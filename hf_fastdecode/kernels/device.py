@@ -63,7 +63,7 @@ def counters(device: torch.device) -> Tensor:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is at least `number`; Triton's own function takes as long as a launch."""
+    """The least power of two that is at least `number`; Triton's function takes as long as a launch."""
     return 1 << (number - 1).bit_length()
 
 

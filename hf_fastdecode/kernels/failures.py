@@ -43,7 +43,7 @@ def failure(kernel: Kernel, device: torch.device) -> str | None:
 
 
 def forget(kernel: Kernel) -> None:
-    """Try a kernel again that failed, as with other launch parameters."""
+    """Forget a kernel's failure, so that it is tried again, as with other launch parameters."""
     for key in [key for key in _failures if key[0] == kernel]:
         del _failures[key]
 

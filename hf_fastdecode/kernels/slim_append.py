@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""`append_token`: what a captured step does between a slim layer's projections and `slim_decode`, in one launch.
+"""`append_token`: the work between a slim layer's projections and `slim_decode` in a captured step, in one launch.
 
 The query of one token per row is rotated, and its key, less the offset, and V-coordinates are stored in a slim cache.
 """
@@ -16,7 +16,7 @@ from .limits import are_contiguous, refused
 from .pointwise.kernel import rotate_heads
 
 _HEADS = 8  # of a program that rotates
-_NUMBERS = 1024  # of a program that stores
+_ELEMENTS = 1024  # of a program that stores
 
 
 def append_token(
@@ -63,7 +63,7 @@ def append_token(
     with launching(Kernel.APPEND, query.device):
         launch(
             _append,
-            (rows, triton.cdiv(heads, _HEADS) + triton.cdiv(columns, _NUMBERS) + triton.cdiv(rank, _NUMBERS)),
+            (rows, triton.cdiv(heads, _HEADS) + triton.cdiv(columns, _ELEMENTS) + triton.cdiv(rank, _ELEMENTS)),
             *(query, keys, coordinates if rank else keys, key_offset, *tables, slots, rotated),
             *(stored[0], stored_coordinates, rotary if len(tables[0]) > 1 else 0),
             *(*stored[0].stride()[:2], *stored[1].stride()[:2]),
@@ -74,7 +74,7 @@ def append_token(
             BLOCK_H=_HEADS,
             BLOCK_D=power_of_two(rotary // 2),
             BLOCK_REST=power_of_two(max(1, head_dim - rotary)),
-            BLOCK=_NUMBERS,
+            BLOCK=_ELEMENTS,
         )
     return rotated
 
@@ -120,13 +120,13 @@ def _append(
     elif block < QUERY_BLOCKS + KEY_BLOCKS:
         column = (block - QUERY_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         kept = column < KEYS
-        numbers = tl.load(keys + row * KEYS + column, mask=kept, other=0.0)
-        numbers -= tl.load(key_offset + column, mask=kept, other=0.0)
+        values = tl.load(keys + row * KEYS + column, mask=kept, other=0.0)
+        values -= tl.load(key_offset + column, mask=kept, other=0.0)
         at = stored_keys + row * key_row_stride + tl.load(slots + row) * key_stride
-        tl.store(at + column, numbers.to(stored_keys.dtype.element_ty), mask=kept)
+        tl.store(at + column, values.to(stored_keys.dtype.element_ty), mask=kept)
     else:
         column = (block - QUERY_BLOCKS - KEY_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         kept = column < RANK
-        numbers = tl.load(coordinates + row * RANK + column, mask=kept, other=0.0)
+        values = tl.load(coordinates + row * RANK + column, mask=kept, other=0.0)
         at = stored_coordinates + row * coordinate_row_stride + tl.load(slots + row) * coordinate_stride
-        tl.store(at + column, numbers.to(stored_coordinates.dtype.element_ty), mask=kept)
+        tl.store(at + column, values.to(stored_coordinates.dtype.element_ty), mask=kept)

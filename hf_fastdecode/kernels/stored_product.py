@@ -3,7 +3,7 @@
 
 The kernel multiplies on tensor cores, with fp32 factors in two fp16 parts.
 Each program makes some columns of all rows, so that matrices are read once, and adds up in one order. Where columns
-make few programs, parts of the width go to programs of their own; the last to arrive adds up all parts, in order.
+make few programs, parts of the width go to separate programs; the last to arrive adds up all parts, in order.
 """
 
 from typing import NamedTuple
@@ -52,11 +52,11 @@ def choose_config(rows: int, groups: int, width: int, columns: int, itemsize: in
         itemsize: Bytes of an element of the factors.
         memory: Bytes of shared memory per block.
     """
-    own, stages = 64, 4
-    per_number = stages * (2 * own + itemsize * _padded(rows))
-    at_once = next((numbers for numbers in (128, 64) if numbers * per_number <= memory), 32)
-    parts = min(_PROGRAMS // (groups * triton.cdiv(columns // groups, own)), width // (2 * at_once))
-    return ProductConfig(own, at_once, stages, parts=max(1, parts))
+    columns_at_once, stages = 64, 4
+    per_element = stages * (2 * columns_at_once + itemsize * _padded(rows))
+    at_once = next((elements for elements in (128, 64) if elements * per_element <= memory), 32)
+    parts = min(_PROGRAMS // (groups * triton.cdiv(columns // groups, columns_at_once)), width // (2 * at_once))
+    return ProductConfig(columns_at_once, at_once, stages, parts=max(1, parts))
 
 
 def _padded(rows: int) -> int:
@@ -72,7 +72,7 @@ def stored_product(
     arrived: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Sum of one or two products, each group's columns by its own factor.
+    """Sum of one or two products, each group's columns by its factor.
 
     Factors in fp32 keep 22 of their 24 bits; the sums are in fp32. Results are bitwise reproducible.
 
@@ -186,9 +186,9 @@ def _add_products(
     BLOCKS: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
     part = tl.program_id(1)
     group = tl.program_id(0) // BLOCKS
-    own = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
-    kept = own < COLUMNS
-    column = group * COLUMNS + own
+    within = tl.program_id(0) % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    kept = within < COLUMNS
+    column = group * COLUMNS + within
     row = tl.arange(0, BLOCK_M)
     ALL_COLUMNS: tl.constexpr = GROUPS * COLUMNS
     here = (rows, row, column, kept, part)
@@ -245,8 +245,8 @@ def _product(
     if SCALED:
         every = tl.arange(0, PADDED_WIDTH)  # all at once, as each wait for memory takes as long as much of the product
         for index in range(rows):
-            numbers = tl.load(factor + index * row_stride + every, mask=every < WIDTH, other=0.0)
-            largest = tl.maximum(tl.max(tl.abs(numbers.to(tl.float32)), 0), SMALLEST)
+            elements = tl.load(factor + index * row_stride + every, mask=every < WIDTH, other=0.0)
+            largest = tl.maximum(tl.max(tl.abs(elements.to(tl.float32)), 0), SMALLEST)
             power = (largest.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
             scale = tl.where((row == index)[:, None], power, scale)
     coarse_sum = tl.zeros([BLOCK_M, column.shape[0]], tl.float32)
@@ -255,18 +255,18 @@ def _product(
     for first in tl.range(begin, tl.minimum(begin + OF_PART, WIDTH), BLOCK_K, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_K)
         in_width = (at < WIDTH) | WHOLE
-        numbers = tl.load(start + at[None, :], mask=has_row & in_width[None, :], other=0.0)
+        elements = tl.load(start + at[None, :], mask=has_row & in_width[None, :], other=0.0)
         entries = matrix + at.to(tl.int64)[:, None] * ALL_COLUMNS + column[None, :]
         tile = tl.load(entries, mask=in_width[:, None] & kept[None, :], other=0.0)
         if HALF:
-            coarse_sum = tl.dot(numbers, tile, coarse_sum)
+            coarse_sum = tl.dot(elements, tile, coarse_sum)
         else:
-            numbers = numbers.to(tl.float32)
+            elements = elements.to(tl.float32)
             if SCALED:
-                numbers = numbers / scale
-            coarse = numbers.to(tl.float16)
+                elements = elements / scale
+            coarse = elements.to(tl.float16)
             coarse_sum = tl.dot(coarse, tile, coarse_sum)
-            rest = ((numbers - coarse.to(tl.float32)) * REST).to(tl.float16)
+            rest = ((elements - coarse.to(tl.float32)) * REST).to(tl.float16)
             rest_sum = tl.dot(rest, tile, rest_sum)
     result = coarse_sum + rest_sum * (1.0 / REST)
     result = result * tl.load(scales + column, mask=kept, other=0.0)[None, :]

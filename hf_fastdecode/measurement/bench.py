@@ -63,7 +63,7 @@ class StockBesideEnabled:
     def __init__(self, model: Any, enable: dict[str, Any], *, repeats: int):
         self.model, self.enable, self.repeats = model, enable, repeats
         self._stock: dict[BenchCase, Tensor] = {}
-        self._warm = False  # whether libraries are initialized, which is no part of a way's first call
+        self._warm = False  # whether libraries are initialized, which is not part of a way's first call
         model.generation_config.eos_token_id = None
 
     def measure(self, case: BenchCase, way: str) -> dict[str, Any]:

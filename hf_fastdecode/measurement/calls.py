@@ -182,7 +182,7 @@ def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -> Iterator[None]:
-    """Within, memory that runs out raises what `memory_error` makes, and logits that are not finite an InputError.
+    """Context in which running out of memory raises `memory_error`'s result, and non-finite logits an InputError.
 
     The model's `TokenLogProbs` checks its logits.
     """
@@ -198,7 +198,7 @@ def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -
         if culprit := next(weights, None):
             reason = f"its weight {culprit} holds NaN or infinity; get the checkpoint again"
         else:
-            reason = f'numbers are too large for {str(model.dtype).removeprefix("torch.")}; try `dtype="float32"`'
+            reason = f'values are too large for {str(model.dtype).removeprefix("torch.")}; try `dtype="float32"`'
         raise InputError(f"the model's logits are not finite: {reason}") from error
 
 
@@ -233,7 +233,7 @@ Call = Callable[..., object]
 def prefill_and_decode(
     model: Any, call: Call, new_tokens: int, *, repeats: int, budget_s: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of prefill, of decoding, and of whole calls: of calls of one token, and what whole calls take longer.
+    """Seconds of prefill (calls of one token), of decoding (the difference), and of whole calls.
 
     On a GPU nothing waits within a call that would not without being timed. Calls that still captured steps do not
     count. Each length is timed `repeats` times at most, and not again after `budget_s` seconds.

@@ -229,7 +229,7 @@ def run(
 
 
 def failed(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Measurements without numbers because a check was red or an error was raised."""
+    """Measurements whose check failed or that raised an error."""
     return [measurement for measurement in measurements if measurement["status"].startswith(("wrong", "failed"))]
 
 

@@ -71,7 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         sliding_window=128,
         num_local_experts=32,
     ),
-    # Attention code of its own.
+    # Layers that attend by themselves.
     "falcon-7b": _shape(65024, 4544, 18176, 32, 71, 1, model_type="falcon", multi_query=True, parallel_attn=True),
     # Latents and experts: DeepSeek-V2-Lite's.
     "deepseek-v2-lite": _shape(

@@ -1,13 +1,13 @@
-"""The processes that compute a model together, and what they decide together.
+"""The processes that compute a model together, and their agreements.
 
 They are those between which parameters are split, as by tensor parallelism, or contexts divided (`sequence`); both at
 once is Helix parallelism. They run the same forward passes, in each of which they communicate: one with fewer rows, or
 by another path, would leave the others waiting, or receive data of another pass. So what one of them could decide
-otherwise is decided by an `Offer` of each: what one refuses all refuse, numbers are the smallest of all, and what must
-be the same is compared. In a decoding loop rank 0's tokens count, and where rows end by its clock or code.
+otherwise is decided by an `Offer` of each: what one refuses all refuse, a number becomes the smallest of all, and what
+must be the same is compared. In a decoding loop rank 0's tokens count, and where rows end by its clock or code.
 
-All methods of `Ranks` are collective: every process of the group calls the same ones in the same order. A process with
-a model of its own is `ALONE`, which agrees with itself at no cost.
+All methods of `Ranks` are collective: every process of the group calls the same ones in the same order. A process that
+computes a model by itself is `ALONE`, which agrees with itself at no cost.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NAMED = 4
 """Differing fields that an error names at most."""
 
 _MOST = torch.iinfo(torch.int64).max
-_NUMBERS = 8
-"""Numbers of an offer at most: ranks that failed before they had any send as many."""
+_MOST_NUMBERS = 8
+"""Most numbers of an offer: ranks that failed before they had any send as many."""
 
 
 class NoRoomError(torch.OutOfMemoryError):
-    """Memory of one process of the model does not suffice, which all of them know and raise at the same point."""
+    """Memory ran out in one process of the model; all of them raise it at the same point."""
 
 
 class Clearable(Protocol):
@@ -50,7 +50,7 @@ class Clearable(Protocol):
 
 
 class NoWatchdog:
-    """The watchdog of a process with a model of its own, which has no peers; see `watchdog.Watchdog`."""
+    """The watchdog of a process that computes a model by itself, without peers; see `watchdog.Watchdog`."""
 
     failed: tuple[int, str] | None = None
 
@@ -151,7 +151,7 @@ class Together(Ranks):
     """Several processes, which communicate tensors of one device.
 
     Args:
-        group: The group that the model's own passes communicate over: as it is one, the order of all collectives is.
+        group: The group of the model's passes: as it is one, all collectives have one order.
         device: That of the model.
         watchdog: The group's.
         model: What they compute, for errors.
@@ -202,7 +202,7 @@ class Together(Ranks):
     def _agree(self, offer: Offer, error: Exception | None) -> None:
         made = {name: described(value) for name, value in offer.fields().items()}
         digest = int.from_bytes(blake2b(json.dumps(made, sort_keys=True).encode(), digest_size=7).digest())
-        numbers = [*offer.numbers, *[_MOST] * (_NUMBERS - len(offer.numbers))]
+        numbers = [*offer.numbers, *[_MOST] * (_MOST_NUMBERS - len(offer.numbers))]
         succeeded, least, most, *numbers = self.smallest(error is None, digest, -digest, *numbers)
         offer.numbers = numbers[: len(offer.numbers)]
         if succeeded and least == -most:

@@ -117,7 +117,7 @@ class SequenceParallel(Undivided):
         """The partial over what all processes store, bitwise the same on all of them: one collective.
 
         Args:
-            own: That over what this process stores; ``(0, -inf)`` where it stores nothing.
+            own: The partial over what this process stores; ``(0, -inf)`` where it stores nothing.
 
         Raises:
             ValueError: Gradients are needed.
@@ -189,7 +189,7 @@ class SequenceParallel(Undivided):
 
 
 class DividedStepTables(StepTables):
-    """As `StepTables`, of what this process stores of nodes and suffixes; attention is merged with the others'.
+    """`StepTables` of the nodes and suffixes that this process stores; attention is merged with the others'.
 
     Args:
         parallel: The processes.
@@ -348,7 +348,7 @@ def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
             plan[name] = style
         elif style in ("rowwise", _OF_WHOLE_INPUT):
             plan[name] = _OF_WHOLE_INPUT
-        elif _WHOLE in ALL_PARALLEL_STYLES:  # else a plan replaces the model's own: what it does not name is whole
+        elif _WHOLE in ALL_PARALLEL_STYLES:  # else a plan replaces the model's: what it does not name is whole
             plan[name] = _WHOLE
     if not plan:
         raise ValueError(

@@ -1,7 +1,7 @@
 """The tokens that each rank stores and computes, where contexts are divided between ranks (Tree Attention).
 
 A run of tokens, such as a segment of node storage, is dealt out to the ranks in turn. What a rank stores of it lies
-end to end in its own storage, so that any span of the run is one span there too, possibly empty: a rank's forest is
+end to end in its storage, so that any span of the run is one span there too, possibly empty: a rank's forest is
 the whole forest with shorter spans, and its kernels read it like any other.
 
 Nodes are dealt out token by token. Every rank then holds the same number of tokens of every span, give or take one,
@@ -13,7 +13,7 @@ these are: it consists of as many runs.
 
 A prefill pass is cut into two pieces a rank, and rank ``r`` of ``P`` computes pieces ``r`` and ``2P - 1 - r``: as a
 token attends to those before it, all ranks have the same work. In each layer the keys and values of the pass are
-gathered; each rank attends with its own queries, and keeps its own part of the nodes. Earlier context is gathered by
+gathered; each rank attends with its queries, and keeps its part of the nodes. Earlier context is gathered by
 all ranks alike, whatever each of them reads.
 """
 
@@ -67,18 +67,18 @@ class Shard:
         """How many of the first `tokens` tokens this rank stores."""
         if not self.run:
             return self._count_of_run(tokens)
-        runs, rest = divmod(tokens, self.run)
-        return runs * self._count_of_run(self.run) + self._count_of_run(rest)
+        runs, remainder = divmod(tokens, self.run)
+        return runs * self._count_of_run(self.run) + self._count_of_run(remainder)
 
     def _count_of_run(self, tokens: int) -> int:
-        rounds, rest = divmod(tokens, self.block * self.ranks)
-        return rounds * self.block + min(max(0, rest - self.rank * self.block), self.block)
+        rounds, remainder = divmod(tokens, self.block * self.ranks)
+        return rounds * self.block + min(max(0, remainder - self.rank * self.block), self.block)
 
     def counts(self, tokens: Tensor) -> Tensor:
         """`count` of each number, of one run: integers on any device."""
         period = self.block * self.ranks
-        rest = (tokens % period - self.rank * self.block).clamp(0, self.block)
-        return tokens.div(period, rounding_mode="floor") * self.block + rest
+        remainder = (tokens % period - self.rank * self.block).clamp(0, self.block)
+        return tokens.div(period, rounding_mode="floor") * self.block + remainder
 
     def stores(self, tokens: Tensor) -> Tensor:
         """Whether this rank stores each of these tokens of one run: bool."""
@@ -101,7 +101,7 @@ class Shard:
         return (rounds * self.ranks + self.rank) * self.block + tokens % self.block
 
     def span(self, span: Span) -> Span:
-        """The span of this rank's part of a span in its own storage."""
+        """The part of a span that this rank stores, as a span of its storage."""
         first = self.count(span.start)
         return Span(span.segment, first, self.count(span.stop) - first)
 
@@ -116,7 +116,7 @@ WHOLE = Shard(0, 1)
 
 
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
-    """The forest of what a rank stores, over the same rows; nodes of which it has no token are left out.
+    """The forest of a rank's stored tokens, over the same rows; nodes of which it has no token are left out.
 
     Args:
         forest: The whole one.
@@ -164,7 +164,7 @@ def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
 
 
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
-    """``[ranks, elements]``: those of each process in order of ranks, as many on all; `own` is contiguous."""
+    """Gather `own`, contiguous and of one size on all ranks: ``[ranks, elements]``."""
     found = own.new_empty(group.size() * own.numel())
     all_gather(found, own.view(-1), group=group)
     return found.view(group.size(), -1)
@@ -174,7 +174,7 @@ def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGro
     """Keys and values ``[kv_heads, tokens, head_dim]`` that all processes have; one collective.
 
     Args:
-        own: Those of this process, ``[kv_heads, own, head_dim]`` each.
+        own: This process's keys and values, ``[kv_heads, own tokens, head_dim]`` each.
         longest: Most tokens of a process.
         order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
     """
@@ -196,7 +196,7 @@ FEWEST_TOKENS = 256
 
 
 class InPass(NamedTuple):
-    """Tokens of the pass that come before a rank's own in the same run: a context's name."""
+    """Tokens of the pass before those of a rank in the same run: a context's name."""
 
     start: int
     stop: int
@@ -212,7 +212,7 @@ class DividedPass:
 
     group: ProcessGroup
     tokens: int  # of the whole pass
-    indices: Tensor  # [own] int64 ascending, on the CPU: the tokens that this rank computes
+    indices: Tensor  # [own tokens] int64 ascending, on the CPU: the tokens that this rank computes
     runs: PackedRuns  # these as runs, whose contexts are those of the whole runs and `InPass`
     order: Tensor  # [tokens] int64, on the CPU: for each token, rank and index there, as rank * `longest` + index
     longest: int  # most tokens of a rank
@@ -232,7 +232,7 @@ class DividedPass:
         return gathered_tokens(own, self.longest, self.order, self.group)
 
     def own(self, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The tokens, of some, that this rank computes: their indices among its own, and in the given list."""
+        """Indices of those of the `wanted` tokens that this rank computes: among its tokens, and in `wanted`."""
         index_of = {token: index for index, token in enumerate(self.indices.tolist())}
         found = [(index_of[token], index) for index, token in enumerate(wanted) if token in index_of]
         return [computed for computed, _ in found], [index for _, index in found]
@@ -246,7 +246,7 @@ class DividedPass:
 
 
 def tokens_of_rank(tokens: int, rank: int, ranks: int) -> Tensor:
-    """The tokens of a pass that a rank computes: ``[own]`` int64 ascending, on the CPU."""
+    """The tokens of a pass that a rank computes: ``[tokens]`` int64 ascending, on the CPU."""
     ends = [tokens * piece // (2 * ranks) for piece in range(2 * ranks + 1)]
     pieces = rank, 2 * ranks - 1 - rank
     return torch.cat([torch.arange(ends[piece], ends[piece + 1], device="cpu") for piece in pieces])
@@ -267,7 +267,7 @@ def cut_runs(runs: Sequence[Run], tokens: Tensor) -> list[Run]:
 
 
 class GatheredContexts:
-    """Gathers spans in one order on all ranks, of which each reads those that its own tokens see.
+    """Gathers spans in one order on all ranks, of which each reads those that its tokens see.
 
     A rank that left out what it does not read would receive what others gather later.
 
@@ -295,7 +295,7 @@ class GatheredContexts:
         return self._gathered[span]
 
     def finish(self) -> None:
-        """Gather what this rank has not read."""
+        """Gather the remaining spans, which this rank does not read."""
         while self._left:
             self._gather(self._left.popleft())
 

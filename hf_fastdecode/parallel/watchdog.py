@@ -46,7 +46,7 @@ _GRACE = 1.0
 """Seconds for a peer's error to be raised here too, and for a call to end whose store's process has ended."""
 
 _SILENT = 2.0
-"""Seconds without a heartbeat that tell which peer closed a connection."""
+"""Seconds without a heartbeat after which a peer counts as the one that closed a connection."""
 
 _LOGGED = 64
 """Latest events that a heartbeat has: a host may run ahead of another one, whose device still computes."""
@@ -161,7 +161,7 @@ class Watchdog(NoWatchdog):
 
     @contextmanager
     def running_pass(self, timeout: float) -> Iterator[None]:
-        """Context of a forward pass, in which the processes communicate; a call of its own outside of one."""
+        """Context of a forward pass, in which the processes communicate; outside of a call, a call by itself."""
         with nullcontext() if self._in_call else self.call("forward", timeout):
             self._raise_if_failed()
             communicates = self._last.communicates
@@ -258,7 +258,7 @@ class Watchdog(NoWatchdog):
         return self._time
 
     def _is_settled(self) -> bool:
-        """Whether the last call ended without an error, or all peers have been seen to leave it too."""
+        """Whether the last call ended without an error, or all peers are known to have left it too."""
         left = {rank for rank, peer in self._peers.items() if peer.total >= self._log[0]}
         return self._last.error is None or left.issuperset(self._others)
 
@@ -334,8 +334,8 @@ class Watchdog(NoWatchdog):
                     self._fail(rank, theirs.error)
             elif is_waiting and now - self._heard[rank] > limit:
                 closed = "its connections were closed, and " if self._connection_broke else ""
-                seen = f"in {theirs.doing}" if peer.in_call else "outside of a call"
-                self._fail(rank, f"{closed}it is silent for more than {limit:g} s (last seen {seen})")
+                last = f"in {theirs.doing}" if peer.in_call else "outside of a call"
+                self._fail(rank, f"{closed}it is silent for more than {limit:g} s (last known to be {last})")
         if is_waiting and now - self._entered > self._timeout:
             self._entered = float("inf")  # once a call
             for rank in {*self._others}.difference(rank for rank, peer in self._peers.items() if peer.in_call):
@@ -390,7 +390,7 @@ _COMMUNICATION = re.compile("gloo|nccl|connection (closed|reset)|pair closure", 
 
 
 def _of_communication(error: BaseException | None) -> bool:
-    """Whether communication failed, or what an error was raised from."""
+    """Whether an error, or a cause of it, is of communication."""
     while error is not None:
         if isinstance(error, distributed.DistError):
             return True
@@ -401,7 +401,7 @@ def _of_communication(error: BaseException | None) -> bool:
 
 
 _TAGS = range(0x0F5D_0000, 0x0F5D_0008)
-"""Of messages that no process sends; gloo chooses one of its network devices by the tag."""
+"""Tags of messages that no process sends; gloo chooses one of its network devices by the tag."""
 
 
 def abort(group: ProcessGroup) -> None:
@@ -444,7 +444,7 @@ def watchdog_of(groups: Sequence[ProcessGroup]) -> Watchdog:
             atexit.register(_end_all)
             os.register_at_fork(after_in_child=_watchdogs.clear)
         _made[first.group_name] += 1
-        store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # its own connection: on one, requests wait
+        store = _get_process_group_store(first).clone()  # type: ignore[attr-defined]  # a new connection: on one, requests wait
         name = f"hf_fastdecode/{first.group_name}/{_made[first.group_name]}"
         found = _watchdogs[first] = Watchdog(groups, PrefixStore(name, store))
     else:

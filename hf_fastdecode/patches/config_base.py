@@ -64,7 +64,7 @@ class SlimLayer:
             raise ValueError(f"the rank of plan {self.plan!r} must be {bound}, got {self.rank!r}")
         known = () if self.plan in ("kv", "e") else CACHE_DTYPES
         if self.cache_dtype not in (None, *known):
-            bound = f"None or one of {', '.join(known)}" if known else "None, the model's own"
+            bound = f"None or one of {', '.join(known)}" if known else "None, the model's dtype"
             raise ValueError(f"the cache_dtype of plan {self.plan!r} must be {bound}, got {self.cache_dtype!r}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class SlimConfig(PreTrainedConfig):
 
     @property
     def layers_that_attend_by_themselves(self) -> list[int]:
-        """Layers whose attention code and cache are this package's own, see `ModelLayout`."""
+        """Layers whose attention code and cache are this package's, see `ModelLayout`."""
         return [index for index, layer in enumerate(self.layer_plans) if layer.plan != "kv"]
 
     @property
@@ -243,8 +243,8 @@ def slim_config(
     found = vars(import_module(f"transformers.models.{model_type}.configuration_{model_type}")).values()
     ordinary = next(one for one in found if isinstance(one, type) and vars(one).get("model_type") == model_type)
     doc = f"A config of {model_type} with the cache layout of each layer."
-    own = {"__doc__": doc, "__module__": module, "model_type": f"slim_{model_type}", **fields}
-    made: type[SlimConfig] = strict(type(f"Slim{ordinary.__name__}", (base, ordinary), own))
+    attributes = {"__doc__": doc, "__module__": module, "model_type": f"slim_{model_type}", **fields}
+    made: type[SlimConfig] = strict(type(f"Slim{ordinary.__name__}", (base, ordinary), attributes))
     AutoConfig.register(made.model_type, made, exist_ok=True)  # this package may be imported afresh
     return made
 
@@ -252,5 +252,5 @@ def slim_config(
 def families_in(module: ModuleType) -> tuple[str, ...]:
     """Model types of the ordinary architectures whose slim configs a module makes, in its order."""
     made = (one for one in vars(module).values() if isinstance(one, type) and issubclass(one, SlimConfig))
-    own = (one for one in made if "model_type" in vars(one) and one.__module__ == module.__name__)
-    return tuple(one.model_type.removeprefix("slim_") for one in own)
+    configs = (one for one in made if "model_type" in vars(one) and one.__module__ == module.__name__)
+    return tuple(one.model_type.removeprefix("slim_") for one in configs)

@@ -48,10 +48,10 @@ class SlimPreTrainedModel(PreTrainedModel):
 
 
 class SlimDecoder(SlimPreTrainedModel):
-    """A decoder with slim layers; precedes the architecture's own class among base classes.
+    """A decoder with slim layers; precedes the architecture's class among base classes.
 
     `blocks` and `attention` name the list of layers, and a layer's attention. `slim_layer` is the class of layers with
-    slim attention, where the architecture's own does not pass on `ROTATION`.
+    slim attention, where the architecture's does not pass on `ROTATION`.
     """
 
     slim_attention: ClassVar[type[nn.Module]]
@@ -95,7 +95,7 @@ class SlimRotaryDecoder(SlimDecoder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder, with the ordinary decoder's arguments and their order.
 
-        Without `position_ids`, tokens have the numbers of their slots, as in the ordinary decoder. Positions of cached
+        Without `position_ids`, a token's position is its slot, as in the ordinary decoder. Positions of cached
         tokens must have risen by 1 from token to token, unless the cache holds them; else the first pass over a cache
         raises ValueError.
         """
@@ -144,14 +144,14 @@ class SlimRotaryDecoder(SlimDecoder):
 
 
 class SlimCausalLM(SlimPreTrainedModel):
-    """A slim decoder with a head; precedes the architecture's own class among base classes."""
+    """A slim decoder with a head; precedes the architecture's class among base classes."""
 
     slim_base: ClassVar[type[nn.Module]]
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
         setattr(self, self.base_model_prefix, self.slim_base(config))
-        if not config.layers_that_attend_by_themselves:  # all are the architecture's own
+        if not config.layers_that_attend_by_themselves:  # all are the architecture's
             self._supports_attention_backend = super(SlimPreTrainedModel, self)._supports_attention_backend
         self.vocab_size = config.vocab_size
         self.lm_head = self.make_head(config)
@@ -163,7 +163,7 @@ class SlimCausalLM(SlimPreTrainedModel):
 
 
 class SlimEncoderDecoder(SlimPreTrainedModel):
-    """An encoder-decoder with slim attention in its decoder; precedes the architecture's own among base classes.
+    """An encoder-decoder with slim attention in its decoder; precedes the architecture's among base classes.
 
     The encoder caches nothing and is the ordinary one. `blocks` names the decoder's list of layers, and the attentions
     are paths below a layer.

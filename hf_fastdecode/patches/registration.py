@@ -1,10 +1,10 @@
 """Registers the slim architectures with transformers' Auto classes, without importing transformers.
 
-`import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers' own
+`import hf_fastdecode` takes milliseconds, transformers takes seconds. So configs are registered when transformers'
 registry of configs is imported, before or after this package. Model classes are registered with the first config
 (`config_base.SlimConfig`): modules that they need may be only half imported together with the registry.
 
-An ordinary config imports the registry in the middle of its own import, to write its docstring. Registration needs the
+An ordinary config imports the registry in the middle of its import, to write its docstring. Registration needs the
 config whole, so the registry is imported first, and with it that config.
 """
 

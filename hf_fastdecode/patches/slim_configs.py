@@ -1,6 +1,6 @@
 """Configs of slim decoders: a line for each family, whose classes are in the file of `architectures` of that name.
 
-Configs are registered with transformers' own registry, before any modelling code is imported. Checkpoints on disk name
+Configs are registered with transformers' registry, before any modelling code is imported. Checkpoints on disk name
 this module and these classes.
 """
 

@@ -250,7 +250,7 @@ def test_streams_that_are_closed_or_full():
         "",
         "hf-fastdecode: stdout is closed; send it to a file, or to /dev/null\n",
     )
-    full = "hf-fastdecode: cannot write the output: No space left on device; make room, or send it elsewhere\n"
+    full = "hf-fastdecode: cannot write the output: No space left on device; free space, or send it elsewhere\n"
     assert told(">/dev/full", "--version") == (2, "", full)
     assert told(">/dev/full", "generate", "--help") == (2, "", full)
     code, _, errors = told("<&-", "generate")

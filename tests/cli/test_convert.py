@@ -317,7 +317,7 @@ def test_full_disks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     target, place = tmp_path / "slim", "hf_fastdecode.conversion"
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-        assert "make room, or name a folder on another disk" in refused(source, target)
+        assert "make space, or name a folder on another disk" in refused(source, target)
     assert not list(tmp_path.iterdir())
 
     for reason, option in (

@@ -147,7 +147,7 @@ def test_latents_are_counted():
     console = Console(width=200, no_color=True)
     with console.capture() as text:
         console.print(sharing_text(found))
-    assert "latent: 2 layers, h = 4 query heads over 32 numbers of a token, 24 of them its latent" in text.get()
+    assert "latent: 2 layers, h = 4 query heads over 32 elements of a token, 24 of them its latent" in text.get()
     assert " bytes (bfloat16, latents, all layers)" in text.get()
 
 

@@ -117,7 +117,7 @@ def test_modules_and_commands_by_name(tmp_path, monkeypatch, restored):
     [
         (
             ["hf-fastdecod"],
-            "neither a file nor a command of a package in {prefix}; a module is named behind -m; did you",
+            "neither a file nor a command of a package in {prefix}; a module is named after -m; did you",
         ),
         (["-m", "no_such.module"], "there is no module 'no_such.module' in {prefix} or the current folder"),
         (["--mode", "fast", "x.py"], "mode must be one of auto, eager, graph, got 'fast'"),

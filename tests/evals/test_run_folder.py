@@ -158,7 +158,7 @@ def test_what_a_single_process_left_incomplete_is_drawn_by_others(small, unbroke
 
 def test_shards_that_are_not_done(unbroken, tmp_path):
     (tmp_path / "samples.part-2.jsonl").write_bytes(b"".join(unbroken.splitlines(keepends=True)[:8]))
-    with pytest.raises(InputError, match="hold 8 of 12 samples; draw the rest first"):
+    with pytest.raises(InputError, match="hold 8 of 12 samples; draw the others first"):
         merged_samples(tmp_path, IDS, 4)
     assert [path.name for path in sample_files(tmp_path)] == ["samples.part-2.jsonl"]
 

@@ -281,7 +281,7 @@ def test_buffers_of_more_than_31_bits() -> None:
 
 
 def test_other_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="4 queries of 8 numbers give 36 a rank, got 35"):
+    with pytest.raises(ValueError, match="4 queries of 8 elements give 36 a rank, got 35"):
         merge_ranks(torch.zeros(2, 35), torch.zeros(4, 8), torch.zeros(4))
 
 

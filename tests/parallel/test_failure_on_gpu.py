@@ -86,8 +86,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[E
     ("name", "cause", "seconds"),
     [
         ("raises", "KeyError: 'no tokens'", TIMEOUT),
-        ("is_killed", f"it is silent for more than {TIMEOUT} s (last seen in ", TIMEOUT + 3),
-        ("is_stopped", f"it is silent for more than {TIMEOUT} s (last seen in ", TIMEOUT + 3),
+        ("is_killed", f"it is silent for more than {TIMEOUT} s (last known to be in ", TIMEOUT + 3),
+        ("is_stopped", f"it is silent for more than {TIMEOUT} s (last known to be in ", TIMEOUT + 3),
     ],
 )
 def test_a_failure_between_replays_ends_the_call_of_the_other(seen, name, cause, seconds):

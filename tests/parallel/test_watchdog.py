@@ -214,9 +214,9 @@ def test_processes_that_call_different_functions(seen):
 @pytest.mark.parametrize(
     ("name", "victim", "cause"),
     [
-        ("is_killed", 1, "its connections were closed, and it is silent for more than 2 s (last seen in "),
+        ("is_killed", 1, "its connections were closed, and it is silent for more than 2 s (last known to be in "),
         ("first_is_killed", 0, "the store of the process group, which this rank or torchrun holds, is gone ("),
-        ("is_stopped", 1, f"it is silent for more than {TIMEOUT} s (last seen in "),
+        ("is_stopped", 1, f"it is silent for more than {TIMEOUT} s (last known to be in "),
         ("first_is_stopped", 0, "the store of the process group, which this rank or torchrun holds, has not answered"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_mask_is_looked_at_once_in_a_pass(averaged, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel_attention, "_range_of", lambda seen: looked.append(seen) or range_of(seen))
     generate(pair("k+r")[1], PADDED)
     assert len(looked) == STEPS
-    assert len(kernel_attention._seen) == 0
+    assert len(kernel_attention._visible) == 0
 
 
 @torch.no_grad()

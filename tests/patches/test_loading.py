@@ -292,7 +292,7 @@ def test_configs() -> None:
         ({"slim_layers": [{"plan": "k", "rank": 2}] * 2}, "rank of plan 'k' must be 0, got 2"),
         ({"slim_layers": [{"plan": "k", "ranks": 2}] * 2}, "unknown field 'ranks'"),
         ({"slim_layers": [{"plan": "k", "cache_dtype": "int4"}] * 2}, "one of float16, bfloat16, .* got 'int4'"),
-        ({"slim_layers": [{"plan": "kv", "cache_dtype": "int8"}] * 2}, "None, the model's own, got 'int8'"),
+        ({"slim_layers": [{"plan": "kv", "cache_dtype": "int8"}] * 2}, "None, the model's dtype, got 'int8'"),
         ({"slim_layers": [{"plan": "k"}] * 2, "num_key_value_heads": 2}, "got 2 != 4"),
         ({"slim_matrix_dtype": "bfloat16"}, "float16 or float32"),
     ):

@@ -129,7 +129,7 @@ def test_options_are_of_the_language_model(model_type: str, tmp_path: Path) -> N
 def test_names_of_files_are_not_those_of_models(tmp_path: Path) -> None:
     """Files of LLaVA have the names of older releases, also those that transformers writes now."""
     model = made("llava", tmp_path / "source")
-    assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").places
+    assert "language_model.model.embed_tokens.weight" in Checkpoint(tmp_path / "source").locations
     convert_checkpoint(Settings(str(tmp_path / "source"), tmp_path / "slim", choice=PlanChoice(rank=5)))
     assert torch.equal(tokens(load(tmp_path / "slim", AutoModelForImageTextToText)), tokens(model))
 

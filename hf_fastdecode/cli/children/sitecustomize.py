@@ -6,17 +6,17 @@ import sys
 
 
 def _import_hidden() -> None:
-    """Import the environment's own `sitecustomize`, which this one hides."""
+    """Import the environment's `sitecustomize`, which this one hides."""
     folder, before = os.path.dirname(os.path.abspath(__file__)), sys.path[:]
     sys.path[:] = [path for path in before if os.path.abspath(path) != folder]
-    own = sys.modules.pop("sitecustomize")
+    hidden = sys.modules.pop("sitecustomize")
     try:
         importlib.import_module("sitecustomize")
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
     finally:
-        sys.modules.setdefault("sitecustomize", own)
+        sys.modules.setdefault("sitecustomize", hidden)
         sys.path[:] = [path for path in before if os.path.abspath(path) != folder]
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _WAITING: Final = timedelta(weeks=1)
-"""How long processes of a launch wait for the slowest; torch's own limit is ten minutes."""
+"""How long processes of a launch wait for the slowest; torch's default is ten minutes."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def generate(
 ) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
 
-    Processes of a launcher share the work. Behind `torchrun ... -m hf_fastdecode` a `--` comes before the command, or
-    torchrun takes `--n` for an option of its own.
+    Processes of a launcher share the work. After `torchrun ... -m hf_fastdecode` a `--` comes before the command, or
+    torchrun takes `--n` for one of its options.
 
     A row leaves the batch once its completion is over. Each `generate` call is on the disk before the next begins: run
     the same command again after an interruption, and it draws what is missing, the same as without one.
@@ -121,7 +121,7 @@ def launched(device: str) -> tuple[int, int]:
 
 
 def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
-    """Draw what the folder lacks, with a bar, and say what was done."""
+    """Draw the samples that the folder lacks, with a progress bar, and report the number."""
     from ...evals.generation import generate_samples, model_digest
 
     tasks, model, options = prepared.tasks, prepared.model, prepared.options
@@ -165,7 +165,7 @@ def load_suitable_tasks(options: Options) -> TaskSet:
 
 
 def prepare(options: Options, chosen: TaskSet) -> Prepared:
-    """Load the model, and check that it has room for the tasks' prompts."""
+    """Load the model, and check that the tasks' prompts fit into its context."""
     with exit_on_interrupt():
         from ..models import load_model
     model, draw, decoding = options.model, options.draw, options.decoding
@@ -191,7 +191,7 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
         ),
         counts=draw.check(),
     )
-    _check_room(prepared)
+    _check_positions(prepared)
     if form.thinks:
         note(
             f"the chat template has the model think first; samples have up to {prepared.drawing.max_new_tokens:,} "
@@ -208,7 +208,7 @@ def _device(name: str) -> torch.device:
     return pick_device(name)
 
 
-def _check_room(prepared: Prepared) -> None:
+def _check_positions(prepared: Prepared) -> None:
     limit, new_tokens = max_positions(prepared.model.config), prepared.drawing.max_new_tokens
     for task, prompt in zip(prepared.tasks.tasks, prepared.prompts, strict=True):
         if limit is not None and len(prompt) + new_tokens > limit:
@@ -267,7 +267,7 @@ class _Timed(Case):
 
 
 def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str]) -> None:
-    """Time what the folder's latency.csv lacks; raises if it has rows of another model or task."""
+    """Measure the rows that the folder's latency.csv lacks; raises if it has rows of another model or task."""
     from ...evals.generation import measure_latency
 
     options = prepared.options
@@ -318,7 +318,7 @@ def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
         if before != about[name]:
             raise InputError(
                 f"{folder} holds a run with another {name.replace('_', ' ')} ({before}, now {about[name]}); name "
-                "another --out, or time with the run's own options"
+                "another --out, or time with the run's options"
             )
 
 

@@ -82,7 +82,7 @@ class TaskOptions:
         str,
         typer.Option(
             help=f"{', '.join(name for name in TASK_NAMES if name not in ('apps', 'prompts'))}; or a .jsonl file of "
-            "your own tasks, in the form of any of them, or of prompts alone, which are sampled and not scored."
+            "your tasks, in the form of any of them, or of prompts alone, which are sampled and not scored."
         ),
     ] = "embedded"
     data: TaskFile = None
@@ -128,7 +128,7 @@ class ModelOptions:
     dtype: Annotated[
         str,
         typer.Option(
-            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's own for "
+            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for "
             "others, for a shape bfloat16 on a GPU."
         ),
     ] = "auto"
@@ -248,7 +248,7 @@ class DecodingOptions:
         if self.stock:
             refuse_with_stock(mode=self.mode, sampler=self.sampler)
         if self.processed and self.sampler == "fast":
-            raise InputError("--processed reads transformers' own sampler; leave out --sampler fast")
+            raise InputError("--processed reads transformers' sampler; leave out --sampler fast")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +288,7 @@ class SandboxOptions:
     ] = None
 
     def limits(self, tasks: Sequence[Task]) -> Limits | None:
-        """The limits of each program of these tasks, which are of one language; None for that language's own."""
+        """The limits of each program of these tasks, which are of one language; None for that language's defaults."""
         from ...evals.scoring import LANGUAGES
 
         if (self.cpu_seconds, self.wall_seconds) == (None, None):

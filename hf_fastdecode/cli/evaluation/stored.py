@@ -62,7 +62,7 @@ def score(
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
 
     A verdict is formed outside of the program's process, from plain data that the program returns. Equal programs run
-    once. A program has 10 s of CPU time (`--cpu-seconds`); what meets the limit on the clock (`--wall-seconds`)
+    once. A program has 10 s of CPU time (`--cpu-seconds`); what reaches the limit on the clock (`--wall-seconds`)
     because other programs kept the CPU busy runs again alone. Run the same command again after an interruption, and it
     goes on; with other limits, programs run again.
 
@@ -91,7 +91,7 @@ def judge_samples(
     tasks: Sequence[Task],
     samples: Sequence[Sample],
     path: Path,
-    place: Sandbox,
+    backend: Sandbox,
     options: SandboxOptions,
     *,
     shared: bool = False,
@@ -101,7 +101,7 @@ def judge_samples(
 
     limits = options.limits(tasks)
     with resumed_by_same_command(path):
-        verdicts = judge(tasks, samples, path, sandbox=place, limits=limits, workers=options.workers, shared=shared)
+        verdicts = judge(tasks, samples, path, sandbox=backend, limits=limits, workers=options.workers, shared=shared)
     counts = Counter(verdict.status for verdict in verdicts)
     sizes = Counter(verdict.task_id for verdict in verdicts)
 
@@ -145,12 +145,12 @@ def check(tasks: TaskOptions, sandbox: SandboxOptions) -> None:
         raise typer.Exit(1)
 
 
-def check_references(tasks: Sequence[Task], place: Sandbox, options: SandboxOptions) -> list[Verdict]:
+def check_references(tasks: Sequence[Task], backend: Sandbox, options: SandboxOptions) -> list[Verdict]:
     from ...evals.scoring import score
 
     samples = [Sample(task.task_id, 0, task.reference) for task in tasks if task.reference is not None]
     by_id, limits = {task.task_id: task for task in tasks}, options.limits(tasks)
-    return score(by_id, samples, sandbox=place, limits=limits, workers=options.workers)
+    return score(by_id, samples, sandbox=backend, limits=limits, workers=options.workers)
 
 
 @expand_option_groups
@@ -265,8 +265,8 @@ def run(
     """Draw samples, time drawing, score in a sandbox, and report pass@n and pass@top-m against latency.
 
     Without arguments: the embedded model on the embedded tasks, offline. Everything goes into a folder, from which the
-    same command goes on after an interruption. Behind `torchrun ... -m hf_fastdecode` a `--` comes before the command,
-    else torchrun takes `--n` for its own. The steps are commands of their own: generate, latency, score, report.
+    same command goes on after an interruption. After `torchrun ... -m hf_fastdecode` a `--` comes before the command,
+    else torchrun takes `--n` for itself. The steps are also separate commands: generate, latency, score, report.
 
     Examples:
 
@@ -279,12 +279,12 @@ def run(
     """
     reporting.check()
     chosen = load_suitable_tasks(options)
-    place = sandbox.make(chosen.tasks)
+    backend = sandbox.make(chosen.tasks)
     rank, processes = launched(options.model.device)
     folder = run_folder(out, options.tasks.task, options.model.model)
     if rank == 0:
-        note(_scoring(chosen, options.draw.check()[-1], place, folder))
-        verdicts = check_references(chosen.tasks, place, sandbox)
+        note(_scoring(chosen, options.draw.check()[-1], backend, folder))
+        verdicts = check_references(chosen.tasks, backend, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
                 f"{len(failing)} of {len(verdicts)} reference solutions fail here, first that of task "
@@ -305,15 +305,15 @@ def run(
     from ...evals.run_folder import merged_samples
 
     samples = merged_samples(folder, [task.task_id for task in chosen.tasks], prepared.counts[-1])
-    judge_samples(chosen.tasks, samples, folder / VERDICTS, place, sandbox)
+    judge_samples(chosen.tasks, samples, folder / VERDICTS, backend, sandbox)
     write_and_show(folder, folder, reporting)
 
 
-def _scoring(chosen: TaskSet, n: int, place: Sandbox, folder: Path) -> str:
+def _scoring(chosen: TaskSet, n: int, backend: Sandbox, folder: Path) -> str:
     count, languages = len(chosen.tasks), sorted({task.language for task in chosen.tasks})
     return (
         f"scores {n * count:,} samples, {n:,} of each of {count:,} tasks ({chosen.name}, {', '.join(languages)}), "
-        f"in the sandbox {place.name}; samples go to {folder}"
+        f"in the sandbox {backend.name}; samples go to {folder}"
     )
 
 
@@ -336,7 +336,7 @@ def report(
 ) -> None:
     """Show pass@n and pass@top-m against latency, and write metrics.json, curve.csv, pictures and report.html.
 
-    All n follow exactly from one pool of samples per task. Accuracy and latency come from runs of their own, and are
+    All n follow exactly from one pool of samples per task. Accuracy and latency come from separate runs, and are
     joined by n. Intervals are bootstrap intervals over tasks.
 
     Examples:

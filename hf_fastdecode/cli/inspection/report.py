@@ -72,9 +72,9 @@ class Sharing:
     def to_json(self) -> dict[str, Any]:
         fields = asdict(self)
         del fields["sizes"]
-        for row, own in zip(fields["rows"], self.rows, strict=True):
+        for row, measured in zip(fields["rows"], self.rows, strict=True):
             for name in ("kv_bytes", "step_elements", "step_bytes"):
-                pair: StockShared | None = getattr(own, name)
+                pair: StockShared | None = getattr(measured, name)
                 row[name] = None if pair is None else {**pair._asdict(), "ratio": round(pair.ratio, 4)}
         return {**fields, **self._shape()}
 
@@ -142,14 +142,14 @@ def count_sharing(
 def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
     """Whether the model can share, and why not.
 
-    What `generate` finds out in the first forward pass is found out by one, whose numbers nothing can be read from.
+    Runs a forward pass on the meta device, for the checks that `generate` makes in its first one.
     """
     if isinstance(model, str):
         return None, model
     with enabled(model):
         try:
             prefill(model, torch.zeros(1, _PROBE, dtype=torch.long))
-        except Exception as error:  # operators that need numbers, after the checks of the model, masks and layers
+        except Exception as error:  # operators that need values, after the checks of the model, masks and layers
             if isinstance(error.__cause__, Unsupported):
                 return False, str(error.__cause__)
     return True, ""
@@ -295,7 +295,7 @@ def inspect_model(
 def _build(config: Any) -> PreTrainedModel | str:
     try:
         return empty_model(config)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # whatever the model's code raises
         return f"the model could not be built from its config: {one_line(error)}"
 
 
@@ -321,7 +321,7 @@ _BOUNDS: Final = (
     "These are bounds from sizes: `convert-checkpoint --dry-run` measures which caches a model's layers can have."
 )
 _SLIM: Final = (
-    "Slim models come near their speed-up on a GPU with `hf_fastdecode.enable` only; in transformers' own loop they "
+    "Slim models come near their speed-up on a GPU with `hf_fastdecode.enable` only; in transformers' loop they "
     "are slower than ordinary ones (docs/slim.md)."
 )
 _COORDINATES: Final = "keys + d/32: keys and d/32 V-coordinates (docs/slim.md), d being the width of the values."
@@ -364,10 +364,10 @@ def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
     table.add_column("in")
     table.add_column("bytes per token", justify="right")
     encoded = report.caches[0].encoder_tokens is not None
-    for kind, own in (("self", layers[::2]), ("cross", layers[1::2])) if encoded else (("", layers),):
-        for same, run in groupby(enumerate(own), key=lambda place: place[1]):
-            places = [index for index, _ in run]
-            name = f"{places[0]} to {places[-1]}" if len(places) > 1 else str(places[0])
+    for kind, of_kind in (("self", layers[::2]), ("cross", layers[1::2])) if encoded else (("", layers),):
+        for same, run in groupby(enumerate(of_kind), key=lambda item: item[1]):
+            indices = [index for index, _ in run]
+            name = f"{indices[0]} to {indices[-1]}" if len(indices) > 1 else str(indices[0])
             size = f"{same.bytes_per_token:,}"
             table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), _cached_in(same), size)
     return table
@@ -441,14 +441,14 @@ def _attention_facts(found: Sharing) -> Iterator[tuple[str, str]]:
         if shape.kind is Kind.LATENT:
             yield (
                 "attention",
-                f"latent: {layers} layers, h = {shape.query_heads} query heads over {shape.head_dim} numbers of a "
+                f"latent: {layers} layers, h = {shape.query_heads} query heads over {shape.head_dim} elements of a "
                 f"token, {shape.value_dim} of them its latent",
             )
             continue
         yield (
             "attention",
             f"{shape.attention}: {layers} layers, h = {shape.query_heads} query heads, g = {shape.kv_heads} KV heads, "
-            f"p = h/g = {shape.group_size}, d = {shape.head_dim} numbers per head",
+            f"p = h/g = {shape.group_size}, d = {shape.head_dim} elements per head",
         )
 
 

@@ -58,8 +58,8 @@ class AttentionWeights:
         for name in ("query", "key", "value", "output"):
             heads = self.heads if name in ("query", "output") else self.kv_heads
             coordinates = getattr(self, name).shape[name == "output"]
-            widths[name], rest = divmod(coordinates, heads)
-            if rest:
+            widths[name], remainder = divmod(coordinates, heads)
+            if remainder:
                 raise ValueError(f"the {name} projection has {coordinates} coordinates, not divisible by {heads}")
         for one, other in (("query", "key"), ("value", "output")):
             if widths[one] != widths[other]:
@@ -259,8 +259,8 @@ def attention_weights(
 ) -> Tensor:
     """The softmax of the scores: ``[heads, queries, keys]``; each row sums to 1.
 
-    Query head ``i`` uses key head ``i // (heads / kv_heads)``. With `causal`, query j of n sees keys up to its own
-    position, the last query the last key. `score_bias` is added to the scaled scores (ALiBi, T5's position bias).
+    Query head ``i`` uses key head ``i // (heads / kv_heads)``. With `causal`, each query sees keys up to its
+    position, and the last query the last key. `score_bias` is added to the scaled scores (ALiBi, T5's position bias).
     """
     scores = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
     if score_bias is not None:

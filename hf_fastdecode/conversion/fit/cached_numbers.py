@@ -1,11 +1,11 @@
-"""Formats of cached numbers in tensors that any cache of transformers holds: 8 bits with scales, and positions.
+"""Formats of cached elements in tensors that any cache of transformers holds: 8 bits with scales, and positions.
 
 Caches concatenate, reorder and crop one tensor of keys and one of values, whatever is in them. So each token's scales
-follow its numbers as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is `head_dim` neighbouring numbers,
-and the last one may have fewer. With groups of 128 and more there is room for a multiple of 8 scales, so that kernels
-can copy tokens by 16 bytes. A static cache's zeros read as zeros.
+follow its elements as bytes: ``[..., width + 2 * groups]`` of uint8, where a group is `head_dim` neighbouring
+elements, and the last one may have fewer. With groups of 128 and more, scales are padded to a multiple of 8, so that
+kernels can copy tokens by 16 bytes. A static cache's zeros read as zeros.
 
-A scale is the group's largest magnitude over that of the dtype, in bf16. Numbers are divided by the scale as it is
+A scale is the group's largest magnitude over that of the dtype, in bf16. Elements are divided by the scale as it is
 stored, so its rounding makes steps wider by at most a 256th; bf16, unlike fp16, has the range of fp32, so that no
 token is too small or too large.
 """
@@ -22,7 +22,7 @@ EIGHT_BITS: Final = (torch.int8, torch.float8_e4m3fn)
 """Dtypes that are stored with scales."""
 
 DIGITS: Final = 3
-"""Numbers per position: digits of base 256, which every floating dtype, and a byte, holds exactly.
+"""Elements per position: digits of base 256, which every floating dtype, and a byte, holds exactly.
 
 Positions are at least ``-(2**23)`` and below ``2**23``; negative ones are stored plus ``2**24``.
 """
@@ -33,7 +33,7 @@ _SCALE: Final = torch.bfloat16
 
 
 def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
-    """Round ``[..., width]`` of any floating dtype for a cache; in `EIGHT_BITS`, `group` numbers share a scale.
+    """Round ``[..., width]`` of any floating dtype for a cache; in `EIGHT_BITS`, `group` elements share a scale.
 
     Returns ``[..., width]`` in `dtype`; for 8 bits `stored_bytes` of uint8.
     """
@@ -45,15 +45,15 @@ def store(x: Tensor, dtype: torch.dtype, group: int) -> Tensor:
     largest = grouped.abs().amax(-1, keepdim=True)
     scales = _rounded((largest / _LARGEST[dtype]).float().clamp(min=torch.finfo(_SCALE).tiny))  # of zeros too
     steps = (grouped / scales).clamp(-_LARGEST[dtype], _LARGEST[dtype])  # a scale may be rounded down
-    numbers = (steps.round() if dtype == torch.int8 else steps).to(dtype)
+    elements = (steps.round() if dtype == torch.int8 else steps).to(dtype)
     scale_bytes = _to_bytes(scales).flatten(-2)
-    if room := stored_bytes(width, dtype, group) - width - scale_bytes.shape[-1]:
-        scale_bytes = F.pad(scale_bytes, (0, room))
-    return torch.cat([numbers.view(torch.uint8).flatten(-2)[..., :width], scale_bytes], -1)
+    if padding := stored_bytes(width, dtype, group) - width - scale_bytes.shape[-1]:
+        scale_bytes = F.pad(scale_bytes, (0, padding))
+    return torch.cat([elements.view(torch.uint8).flatten(-2)[..., :width], scale_bytes], -1)
 
 
 def _rounded(scales: Tensor) -> Tensor:
-    """The nearest numbers of bf16, in fp32, by their bits: compiled code (torch.compile) leaves out conversions."""
+    """Round to bf16, in fp32, by the bits: compiled code (torch.compile) leaves out conversions."""
     rounded = ((scales.view(torch.int32) + 0x8000) & -0x10000).view(torch.float32)
     return torch.where(scales.isnan(), scales, rounded)  # the sum may make 0 of a NaN's bits
 
@@ -79,13 +79,13 @@ def load(stored: Tensor, dtype: torch.dtype, group: int) -> Tensor:
         return stored
     if not stored.shape[-1]:  # no coordinates beside the keys
         return stored.float()
-    numbers, scale_bytes = views(stored, dtype, group)
+    elements, scale_bytes = views(stored, dtype, group)
     scales = _from_bytes(scale_bytes)
-    return numbers.float() * scales.repeat_interleave(group, -1)[..., : numbers.shape[-1]]
+    return elements.float() * scales.repeat_interleave(group, -1)[..., : elements.shape[-1]]
 
 
 def views(stored: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:
-    """View numbers, ``[..., width]`` in `dtype`, and bytes of scales, ``[..., 2 * groups]``, in what `store` made."""
+    """View elements, ``[..., width]`` in `dtype`, and bytes of scales, ``[..., 2 * groups]``, in what `store` made."""
     size, at_once = stored.shape[-1], _scales_at_once(group)
     width = size - at_once * _SCALE.itemsize * -(-size // (at_once * (group + _SCALE.itemsize)))
     scales = -(-width // group)
@@ -93,21 +93,21 @@ def views(stored: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tenso
 
 
 def stored_bytes(width: int, dtype: torch.dtype, group: int) -> int:
-    """Bytes per token of `width` numbers, scales included."""
+    """Bytes per token of `width` elements, scales included."""
     at_once = _scales_at_once(group)
     scales = -(-width // (at_once * group)) * at_once if dtype in EIGHT_BITS else 0
     return width * dtype.itemsize + scales * _SCALE.itemsize
 
 
 def _scales_at_once(group: int) -> int:
-    """Multiple of scales for which there is room: one of small groups, beside which more would take many bytes."""
+    """Scales are padded to a multiple of this: 1 for small groups, where padding would take many bytes."""
     return 8 if group >= 128 else 1
 
 
 def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
-    """Append each token's position to its numbers: ``[rows, 1, tokens, width + DIGITS]``.
+    """Append each token's position to its elements: ``[rows, 1, tokens, width + DIGITS]``.
 
-    Numbers are ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8; positions are
+    Elements are ``[rows, 1, tokens, width]`` as cached, in any floating dtype or uint8; positions are
     ``[rows or 1, tokens]``, int64, within the bounds of `DIGITS`.
     """
     digits = positions[..., None] // torch.tensor(_PLACES, device=positions.device) % 2**8
@@ -115,10 +115,10 @@ def with_positions(stored: Tensor, positions: Tensor) -> Tensor:
 
 
 def without_positions(cached: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of `with_positions`: the numbers, and positions ``[rows, tokens]``."""
+    """Inverse of `with_positions`: the elements, and positions ``[rows, tokens]``."""
     digits = cached[:, 0, :, -DIGITS:].long()
-    numbers = (digits * torch.tensor(_PLACES, device=cached.device)).sum(-1)
-    return cached[..., :-DIGITS], torch.where(numbers < 2**23, numbers, numbers - 2**24)
+    values = (digits * torch.tensor(_PLACES, device=cached.device)).sum(-1)
+    return cached[..., :-DIGITS], torch.where(values < 2**23, values, values - 2**24)
 
 
 def position_bytes(dtype: torch.dtype) -> int:

@@ -74,7 +74,7 @@ class CacheErrors:
         self.output = self._output(key_heads(weights, self.keys, text.rotation), self.values)
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
-        """Keys, after RoPE, and values in `dtype`: transformers' own cache."""
+        """Keys, after RoPE, and values in `dtype`: transformers' cache."""
         value_dim = self.values.shape[1] // self.weights.kv_heads
         keys = rounded(key_heads(self.weights, self.keys, self.rotation), dtype, self.weights.head_dim)
         size = self._bytes(self.keys.shape[1], dtype) + stored_bytes(self.values.shape[1], dtype, value_dim)
@@ -303,9 +303,9 @@ def fit_layer(
 
 def _check_text(text: AttentionInputs, model_dtype: torch.dtype) -> None:
     if text.encoded is not None and text.rotation is not None:
-        raise ValueError("RoPE in cross-attention is not supported: queries and keys have positions of their own")
+        raise ValueError("RoPE in cross-attention is not supported: queries and keys have separate positions")
     if (tokens := len(text.key_inputs)) < 2:
-        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to judge, got {tokens}")
+        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to evaluate, got {tokens}")
     if not (text.inputs.isfinite().all() and text.key_inputs.isfinite().all()):
         reason = "; repair the weights of the layers before, or the calibration input"
         if _is_narrow(model_dtype):

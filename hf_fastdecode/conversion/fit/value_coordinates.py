@@ -1,4 +1,4 @@
-"""V-coordinates: what to cache beside keys, so that values follow from rounded keys (this project's own).
+"""V-coordinates, cached beside keys so that values can be computed from rounded keys (from this project).
 
 ``V = K W_KV`` with ``W_KV = W_K^-1 W_V`` is exact (Slim attention, eq. 1.4 and section 6, option 1), but rounding of
 the cached keys grows with ``W_KV``, by factors of up to the condition number of ``W_K``. Most of that error lies along
@@ -157,7 +157,7 @@ def value_coordinates(
 
 
 _BLOCK: Final = 128
-"""Rows whose corrections are applied to the rest at once, as a matrix product."""
+"""Rows whose corrections are applied to the remaining ones at once, as a matrix product."""
 
 
 def matrix_dtype(model_dtype: torch.dtype) -> torch.dtype:
@@ -351,7 +351,7 @@ def store_value_coordinates(
 
 
 def rounded(x: Tensor, cache_dtype: torch.dtype, head_dim: int) -> Tensor:
-    """``[..., width]`` as a cache returns it, fp64; in 8 bits, `head_dim` numbers share a scale."""
+    """``[..., width]`` as a cache returns it, fp64; in 8 bits, `head_dim` elements share a scale."""
     return load(store(x, cache_dtype, head_dim), cache_dtype, head_dim).double()
 
 
@@ -372,7 +372,7 @@ def cached_and_read(
 
 
 def check_range(name: str, cached: Tensor, cache_dtype: torch.dtype) -> None:
-    """Refuse, by a ValueError, a dtype to whose end numbers come so near that other texts may exceed it."""
+    """Raise a ValueError where elements come so near the dtype's largest value that other texts may exceed it."""
     largest = cached.abs().max().item() if cached.numel() else 0.0
     widest = torch.bfloat16 if cache_dtype in EIGHT_BITS else cache_dtype  # 8 bits have scales of its range
     bound = torch.finfo(widest).max / RANGE_HEADROOM

@@ -114,14 +114,14 @@ def _ranked_last(sample: Sample, score: float | None) -> float | None:
 
 
 Deduplicate = Literal["text", "ast"]
-"""By equal texts, or by equal Python syntax trees."""
+"""How duplicates are found: by equal text, or by equal Python syntax tree."""
 
 
 def ast_key(completion: str) -> tuple[str, ...]:
     """Return the Python syntax tree: comments, blank lines, quotes and parentheses do not count; docstrings do.
 
     A completion that is not a program by itself is parsed as the body of a function, as it continues a signature;
-    bodies of different indentation differ. What cannot be parsed either way is compared as text.
+    bodies of different indentation differ. What cannot be parsed as either is compared as text.
     """
     body = completion.lstrip("\r\n")
     indentation = body[: len(body) - len(body.lstrip(" \t"))]
@@ -219,7 +219,7 @@ def pass_at_votes(
     check_m(m)
     if draws < 2:
         raise ValueError(f"draws must be at least 2 for a standard error, got {draws}; use 1000")
-    # Samples without an output are a group of each its own, which never counts.
+    # Samples without an output are groups of one each, which never count.
     keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
     passing, failing = group_sizes(passed, keys)
     sizes = np.array([*passing.values(), *failing.values()])

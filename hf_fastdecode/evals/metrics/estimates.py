@@ -113,7 +113,7 @@ def pass_at_top_m(
     samples = len(passed)
     hits = HitCounter(samples, len(failing), m)
     found = np.zeros(samples, dtype=hits.dtype)  # in u
-    seen: Counter[Hashable] = Counter()
+    counted: Counter[Hashable] = Counter()
     ranked = sorted(range(samples), key=lambda index: (-known[index], passed[index]))
     for rank, index in enumerate(ranked):
         if passed[index]:
@@ -122,8 +122,8 @@ def pass_at_top_m(
             found[after : after + len(below_m)] += below_m
         else:
             key = keys[index]
-            hits.grow(seen[key], seen[key] + 1)
-            seen[key] += 1
+            hits.grow(counted[key], counted[key] + 1)
+            counted[key] += 1
     return np.array([count / every for count, every in zip(by_size(found), binomials(samples)[1:])])
 
 
@@ -189,16 +189,16 @@ class HitCounter:
         """Let a group of `size` samples (0 for a new one) have `to` samples."""
         self._degree += to - size
         width = self._degree + 1
-        rest = self._by_hits[0].copy()  # y^j of the product over the other groups
+        others = self._by_hits[0].copy()  # y^j of the product over the other groups
         for hits in range(1, len(self._by_hits)):
-            own = self._by_hits[hits]
-            before = own.copy()
-            own[to:width] += rest[: width - to]
-            own[size:width] -= rest[: width - size]
+            product = self._by_hits[hits]
+            before = product.copy()
+            product[to:width] += others[: width - to]
+            product[size:width] -= others[: width - size]
             if size:
-                before[size:width] -= rest[: width - size]
-                before[:width] += rest[:width]
-            rest = before
+                before[size:width] -= others[: width - size]
+                before[:width] += others[:width]
+            others = before
 
     def below_m(self) -> Any:
         """Coefficients in u of the count of subsets that hit fewer than m groups."""

@@ -88,7 +88,7 @@ class _Host:
             if self.canary.poll() is not None:
                 return "it kills processes of the host"
             if len(processes_with(self.mark)) <= before:
-                return "its processes cannot be seen from here, so that their end cannot be proved"
+                return "its processes are not visible from here, so that their end cannot be proved"
             process.wait()
         until = time.monotonic() + _END_SECONDS
         while lives := len(processes_with(self.mark)) > before and time.monotonic() < until:
@@ -165,7 +165,7 @@ BACKENDS: Final[dict[str, Backend]] = {
     backend.name: backend
     for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
 }
-"""By name; `auto` tries them in this order, but never `none`."""
+"""Sandboxes by name; `auto` tries them in this order, but never `none`."""
 
 _SETTINGS: Final = Path("/proc/sys")
 _DENIES_USER_NAMESPACES: Final = (

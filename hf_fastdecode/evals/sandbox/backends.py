@@ -47,7 +47,7 @@ class Bubblewrap(Backend):
         return None if shutil.which("bwrap") else "not installed (apt install bubblewrap)"
 
     def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        # Without user namespaces of its own the program cannot mount a tmpfs that has no size.
+        # Unless it can make user namespaces, the program cannot mount a tmpfs that has no size.
         rights = ["--disable-userns", "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL"]
         return _bubblewrap(rights, view, limits.scratch_bytes, first_process(limited(argv, limits)))
 
@@ -62,7 +62,7 @@ def _bubblewrap(rights: Sequence[str], view: View, scratch_bytes: int, argv: Seq
     command += ["--perms", "1777", "--size", str(scratch_bytes), "--tmpfs", str(SCRATCH)]
     for path in sorted([*view.hidden, *paths]):  # a folder before what lies in it
         for parent in reversed(path.parents[:-1]):
-            command += ["--perms", "0755", "--dir", str(parent)]  # it would make them for its own user only
+            command += ["--perms", "0755", "--dir", str(parent)]  # else only its user could read them
         if path in paths:
             command += ["--ro-bind", str(paths[path]), str(path)]
         else:
@@ -235,7 +235,7 @@ class Container(Backend):
         command += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
         command += _only_podman() if self.name == "podman" else []
         command += ["--user", f"{NOBODY}:{NOBODY}", "--workdir", str(SCRATCH), "--ipc", "none", "--log-driver", "none"]
-        # The programs' own defaults may be above what this user may set.
+        # The programs' defaults may be above what this user may set.
         command += ["--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={_PROCESSES_OF_NOBODY}"]
         command += ["--pids-limit", str(limits.processes), "--memory", str(limits.memory_bytes)]
         command += ["--tmpfs", f"{SCRATCH}:rw,exec,nosuid,nodev,mode=1777,size={limits.scratch_bytes}"]

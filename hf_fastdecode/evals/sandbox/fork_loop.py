@@ -8,9 +8,9 @@ makes three processes:
     holder   in this PID namespace: makes the other namespaces and a writable folder, gives the host a descriptor of
              the next process, waits for its end and reports that
     first    the first process of the new PID namespace: it reaps, and its end ends all others
-    program  in a user namespace of its own, without any rights
+    program  in another user namespace, without any rights
 
-Holder and first keep their rights. The program cannot reach them: a signal or a trace needs a number of its own PID
+Holder and first keep their rights. The program cannot reach them: a signal or a trace needs a number of its PID
 namespace, and a trace rights over the other's user namespace; the kernel keeps signals from a first process.
 """
 
@@ -46,7 +46,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def load(control: Any) -> None:
-    """Import the standard modules and make the own ones that the first message brings, as a file."""
+    """Import the standard modules and make ours, which the first message brings, as a file."""
     _, (file,) = _received(control)
     data = b""
     while part := os.pread(file, 1 << 20, len(data)):
@@ -63,7 +63,7 @@ def load(control: Any) -> None:
 
 def serve(control: Any) -> None:
     """Answer requests, one after another, until there are no more; returns in the process of a program only."""
-    _call("mount", None, b"/", None, _PRIVATE, None)  # what is mounted later is not seen here
+    _call("mount", None, b"/", None, _PRIVATE, None)  # what is mounted later is not visible here
     _prctl(_DUMPABLE, 0)
     loopback = _loopback_flags(_GET_FLAGS, 0)
     os.write(1, b"ready\n")
@@ -164,7 +164,7 @@ def _confine(request: Any) -> None:
     _write("/proc/self/setgroups", "deny")
     for name, inherited in owner.items():
         _write(f"/proc/self/{name}", f"65534 {inherited} 1")
-    _write("/proc/sys/user/max_user_namespaces", "0")  # in one of its own it could mount a tmpfs that has no size
+    _write("/proc/sys/user/max_user_namespaces", "0")  # in a new one it could mount a tmpfs that has no size
     _prctl(_AMBIENT, _CLEAR_ALL)
     capability = 0
     while _LIBC.prctl(_BOUNDED, *map(ctypes.c_ulong, (capability, 0, 0, 0))) >= 0:

@@ -67,7 +67,7 @@ class Limits:
         """
         seconds = math.ceil(self.cpu_seconds)
         values = {
-            "cpu": (seconds + 1, seconds + 2),  # after the host's own accounting, which says why
+            "cpu": (seconds + 1, seconds + 2),  # after the host's accounting, which says why
             "data": (self.memory_bytes,) * 2,
             "fsize": (self.file_bytes,) * 2,
             "nofile": (self.open_files,) * 2,
@@ -227,7 +227,7 @@ def view_of(readable: tuple[Path, ...]) -> View:
 
 @cache
 def python_command() -> tuple[tuple[str, ...], tuple[Path, ...]]:
-    """Return the command line of an interpreter like this one with the standard library alone, and what it reads."""
+    """Return the command line of this interpreter with the standard library alone, and the paths that it reads."""
     executable = Path(getattr(sys, "_base_executable", sys.executable)).resolve()
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     library = Path(sysconfig.get_path("stdlib", vars={**base, "installed_base": sys.base_prefix})).parent
@@ -270,7 +270,7 @@ class Launch:
 
 
 class Backend(ABC):
-    """A program or a way that isolates programs; hashable."""
+    """A program or a method that isolates programs; hashable."""
 
     name: str  # as `choose` takes it
 

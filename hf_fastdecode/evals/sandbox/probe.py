@@ -1,4 +1,4 @@
-"""Tries to get out of a sandbox and reports what succeeded. Runs inside it, on the standard library alone."""
+"""Tries to escape from a sandbox and reports the attempts that succeed. Runs inside, on the standard library alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NEW_USER_NAMESPACE = 0x10000000  # CLONE_NEWUSER: sched.h
 
 
 def main() -> None:
-    """Read what to try as a line of JSON, write what succeeded as another, and leave a file and a process.
+    """Read the attempts as a line of JSON, write those that succeeded as another, and leave a file and a process.
 
-    That process is a grandchild in a session of its own, which never ends by itself.
+    That process is a grandchild in a new session, which never ends by itself.
     """
     job = json.loads(sys.stdin.readline())
     escapes = [said for said, attempt in ATTEMPTS.items() if _succeeds(attempt, job)]
@@ -30,7 +30,7 @@ def main() -> None:
         os._exit(0)
     os.wait()
     os.write(1, (json.dumps(escapes) + "\n").encode())
-    sys.stdin.read()  # until the host has seen the grandchild
+    sys.stdin.read()  # until the host has found the grandchild
 
 
 def _succeeds(attempt: Any, job: dict[str, Any]) -> bool:
@@ -118,9 +118,9 @@ ATTEMPTS = {
     "it reaches the network": _network,
     "it sees the home folder": lambda job: not set(os.listdir(job["home"])) <= set(job["shown_of_home"]),
     "it sees files of the host's temporary folder": lambda job: os.path.exists(job["file"]),
-    "it writes outside its own folder": _write,
-    "its own folder holds what others left": lambda job: os.listdir(job["scratch"]),
-    "its own folder takes more than its size": _fill,
+    "it writes outside its folder": _write,
+    "its folder holds what others left": lambda job: os.listdir(job["scratch"]),
+    "its folder takes more than its size": _fill,
     "it sees or kills processes of the host": _processes,
     "it keeps root or capabilities": _root,
     "it makes user namespaces": _namespaces,

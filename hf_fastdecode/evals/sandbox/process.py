@@ -1,8 +1,8 @@
 """Programs that run in sandboxes: held on the host, spoken to within their limits, and forked by a server.
 
-A fork server is an interpreter that has imported what programs need, in a sandbox of its own. For each process it
+A fork server is an interpreter that has imported what programs need, in a sandbox. For each process it
 makes new namespaces, a writable folder and limits, as a back end does for a command line. Only limits and descriptors
-pass through it; programs come over the streams that the host opens for each. Its own side is `fork_loop`.
+pass through it; programs come over the streams that the host opens for each. The server's side is `fork_loop`.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class SandboxedProcess:
         return self.cpu_seconds - self._cpu_before >= self.limits.cpu_seconds
 
     def renew(self, cpu_seconds: float, wall_seconds: float) -> None:
-        """Give it so much time from now and its whole output limit again, as for a server's next request."""
+        """Reset the time limit and the output limit, as for a server's next request."""
         self.limits = replace(self.limits, cpu_seconds=cpu_seconds, wall_seconds=wall_seconds)
         self._renewed = self._waited = time.monotonic()
         self._deadline = self._renewed + wall_seconds
@@ -243,15 +243,15 @@ class SandboxedProcess:
 
     def send(self, data: bytes) -> None:
         """Write to its standard input; a BrokenPipeError if it has closed that. Its output is kept for `receive`."""
-        rest = memoryview(data)
+        unsent = memoryview(data)
 
         def write(pipe: IO[bytes]) -> None:
-            nonlocal rest
-            rest = rest[os.write(pipe.fileno(), rest[:_CHUNK]) :]
+            nonlocal unsent
+            unsent = unsent[os.write(pipe.fileno(), unsent[:_CHUNK]) :]
 
         self._selector.register(self._holder.stdin, selectors.EVENT_WRITE, write)
         try:
-            self._pump(lambda: not rest)
+            self._pump(lambda: not unsent)
         finally:
             with contextlib.suppress(KeyError, ValueError):  # a kill has closed it
                 self._selector.unregister(self._holder.stdin)

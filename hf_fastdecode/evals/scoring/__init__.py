@@ -44,11 +44,11 @@ def score(
 ) -> list[Verdict]:
     """Run samples on the tests of their tasks, which are given by id; returns a verdict per sample, in their order.
 
-    Samples of a task with the same text run once. Limits on CPU time decide; a program that meets the wall-clock limit
-    runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke. Where
-    the tests' process breaks down each time, but not with a program that is known to be right, the program has failed.
-    Otherwise the status ``sandbox_error`` remains. A ValueError for a sample without a task, or with tests that cannot
-    be run; a SandboxError where programs of a language cannot be checked on this machine.
+    Samples of a task with the same text run once. Limits on CPU time decide; a program that reaches the wall-clock
+    limit runs again after all others, alone, in new processes and with more time, and so does one whose sandbox broke.
+    Where the tests' process breaks down each time, but not with a program that is known to be right, the program has
+    failed. Otherwise the status ``sandbox_error`` remains. A ValueError for a sample without a task, or with tests
+    that cannot be run; a SandboxError where programs of a language cannot be checked on this machine.
     """
     programs = dict.fromkeys((sample.task_id, sample.completion) for sample in samples)
     if unknown := sorted({task_id for task_id, _ in programs} - tasks.keys()):
@@ -102,7 +102,7 @@ class _Board:
         self._tasks, self._sandbox, self._limits = tasks, sandbox, limits
 
     def check_alone(self, keys: Sequence[_Key]) -> dict[_Key, Result]:
-        """Check programs one at a time, with patience and each with processes that no other has used."""
+        """Check programs one at a time, with longer limits and each in new processes."""
         return {key: result for one in keys for key, result in self.check([one], 1, patience=_PATIENCE).items()}
 
     def check(
@@ -153,8 +153,8 @@ def _checked(runner: Runner, task: Task, completion: str) -> Result:
     try:
         return runner.check(task, completion)
     except BrokenServerError as error:
-        own = error.result
-        return Result("sandbox_error", str(error), own.load, status_if_at_fault=own.status)
+        broken = error.result
+        return Result("sandbox_error", str(error), broken.load, status_if_at_fault=broken.status)
     except SandboxError as error:
         return Result("sandbox_error", str(error))
 
@@ -164,7 +164,7 @@ def usable_cpus() -> int:
 
 
 _PROGRAMS_AT_ONCE: Final = 128
-"""For each worker, programs between two writes."""
+"""Programs per worker between two writes."""
 
 _PROTOCOL: Final = 4
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
@@ -209,10 +209,10 @@ def judge(
     in_order = sorted(samples, key=lambda sample: order[programs[sample]])
     parts = list(_parts(in_order, programs, _PROGRAMS_AT_ONCE * (1 if shared else workers)))
     held = InputError(f"another process scores into {path}; wait for it, or name another `out`")
-    with work(path, len(parts), lambda number: not left(parts[number]), shared=shared, held=held) as (file, numbers):
+    with work(path, len(parts), lambda number: not left(parts[number]), shared=shared, held=held) as (file, pending):
         there = len(samples) - len(left(in_order))
         with tqdm(total=len(samples), initial=there, desc="score", unit="sample", disable=None) as bar:
-            for number in numbers:
+            for number in pending:
                 todo = left(parts[number])
                 file.write(scored(todo))
                 bar.update(len(todo))
@@ -252,8 +252,8 @@ def _known(path: Path, lines: Iterator[dict[str, Any]]) -> Iterator[tuple[tuple[
         if "status" not in line:
             raise InputError(f"{path} holds lines that are no results; name another `out`")
         if line["status"] != "sandbox_error" and {"task_id", "index", "program"} <= line.keys():
-            own = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
-            yield _identity(verdict := Verdict(*own), line["program"]), verdict
+            fields = (line["task_id"], line["index"], line["status"], line.get("detail", ""), line.get("outputs", ""))
+            yield _identity(verdict := Verdict(*fields), line["program"]), verdict
 
 
 def _identity(one: Sample | Verdict, program: str) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Checking Java programs, which one process compiles and tests, and JavaScript programs by node.
 
-Each program runs in a sandbox of its own. `lodash.isequal` is lodash's `_.isEqual` as published on npm, with which
+Each program runs in a separate sandbox. `lodash.isequal` is lodash's `_.isEqual` as published on npm, with which
 MBXP's tests compare values.
 """
 
@@ -28,7 +28,7 @@ _OPTIONS: Final = (
     *("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-Xshare:auto", "-Xmx512m"),
     "-XX:+DisplayVMOutputToStderr",  # standard output is for messages
 )
-_COMPILE_SECONDS: Final = 100.0  # as MBXP's own evaluation allows; of CPU time, as all limits here
+_COMPILE_SECONDS: Final = 100.0  # as MBXP's evaluation allows; of CPU time, as all limits here
 _BUILD_SECONDS: Final = 300.0
 _REMEDY: Final = "install a JDK of version 11 or later (apt install default-jdk)"
 _BUILDING: Final = Lock()
@@ -95,7 +95,7 @@ def _compile_sources() -> Path:
 
 @cache
 def _parts(home: Path) -> list[Path]:
-    """A JDK's folder, and what its links lead to outside, such as Debian's settings in `/etc`."""
+    """A JDK's folder, and the targets of its links outside, such as Debian's settings in `/etc`."""
     targets = {path.resolve() for path in home.rglob("*") if path.is_symlink()}
     return [home, *sorted(target for target in targets if target.exists() and not target.is_relative_to(home))]
 
@@ -164,7 +164,7 @@ def _erased(declared: str) -> str:
 _JAVASCRIPT_FOLDER: Final = Path(__file__).resolve().with_name("javascript")
 _SCRIPTS: Final = {"server": "judge.js", "candidate": "candidate.js"}
 _HEAP_MIB: Final = 512
-# Messages go over descriptors of their own; standard input is empty, and what is printed is dropped with the errors.
+# Messages go over separate descriptors; standard input is empty, and what is printed is dropped with the errors.
 _MOVE_STREAMS: Final = 'exec "$@" 3<&0 4>&1 0</dev/null 1>&2'
 
 

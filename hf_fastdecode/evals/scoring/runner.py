@@ -1,7 +1,7 @@
 """Runners that check completions of a language: their interface, and one with two processes, for program and tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
-as plain data. So nothing that a program does to its own process can reach a verdict: all it can do is answer calls.
+as plain data. So nothing that a program does to its process can reach a verdict: all it can do is answer calls.
 A pass is a nonce that the process of the tests receives with them and repeats after the last one.
 
 Messages are lists of byte strings over standard input and output.
@@ -76,10 +76,10 @@ class LanguageSupport:
 
     def limits_of(self, cpu_seconds: float | None = None, wall_seconds: float | None = None) -> Limits:
         """Replace the times that are given; by default the wall-clock limit is at least three times the CPU time."""
-        own = self.limits
-        cpu = cpu_seconds or own.cpu_seconds
-        wall = wall_seconds or max(own.wall_seconds, 3 * cpu)
-        return replace(own, cpu_seconds=cpu, wall_seconds=wall)
+        default = self.limits
+        cpu = cpu_seconds or default.cpu_seconds
+        wall = wall_seconds or max(default.wall_seconds, 3 * cpu)
+        return replace(default, cpu_seconds=cpu, wall_seconds=wall)
 
 
 def require_tests(task: Task) -> None:
@@ -111,7 +111,7 @@ class PairRunner(ABC):
     """A runner with one process for the tests, called the server, and one for each program, the candidate.
 
     Each of them says ``started`` before it is given anything, so that one that does not start is recognised. Both run
-    in sandboxes of their own, within the program's limits, which hold for each of the server's tests too.
+    in separate sandboxes, within the program's limits, which hold for each of the server's tests too.
     """
 
     _keeps_server: ClassVar[bool] = True  # from one check to the next
@@ -247,8 +247,8 @@ class PairRunner(ABC):
     def _attributed(self, result: Result) -> Result:
         """Return the result if only the program can be the cause, else raise it in a BrokenServerError.
 
-        A limit that a new server meets by what it uses itself is the program's: its values or its source are all that
-        was there. Otherwise the machine may be the cause, or an earlier program.
+        A limit that a new server reaches by its resource use is the program's: only its values or its source
+        were there. Otherwise the machine may be the cause, or an earlier program.
         """
         certain = self._server_is_new and not result.load and result.status != "fail"
         self.close()

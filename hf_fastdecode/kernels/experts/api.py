@@ -101,13 +101,13 @@ def _multiply(
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
-    activation, *numbers = gate or Gate(Activation.SILU)
+    activation, *limits = gate or Gate(Activation.SILU)
     _launch(
         "products",
         (-(-columns // config.columns), len(lists[1])),
         *(x, weight, bias, out),
         *lists,
-        *map(float, numbers),
+        *map(float, limits),
         WIDTH=width,
         COLUMNS=columns,
         PAIRS_PER_ROW=per_row,
@@ -127,7 +127,7 @@ def _multiply(
 def route(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, arrived: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of experts, the shares of those that are chosen, and which these are; of equal scores the first.
+    """Scores of experts, and the shares and indices of the chosen ones; of equal scores the first counts.
 
     Args:
         x: ``[rows, hidden]``; see `config.routing_refusal` for what is served.
@@ -165,7 +165,7 @@ def route(
         **overlap_options(device),
     )
     if not launched:
-        chosen.zero_()  # a model's own code may gather by them
+        chosen.zero_()  # a model's code may gather by them
     return scores, shares, chosen
 
 
@@ -184,7 +184,7 @@ def largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     positions = torch.empty(rows, count, dtype=torch.int64, device=device)
     sizes = {"COLUMNS": columns, "COUNT": count, "BLOCK": power_of_two(columns), "num_warps": 1}
     if not _launch("largest", (rows,), scores, values, positions, **sizes, **overlap_options(device)):
-        positions.zero_()  # a model's own code may gather by them
+        positions.zero_()  # a model's code may gather by them
     return values, positions
 
 
@@ -228,10 +228,10 @@ def grouped_experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor,
 
 
 def _sorted(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Experts of pairs in order, the pairs in this order, and where those of each expert end."""
+    """Pairs sorted by expert: experts, indices of pairs, and the end of each expert's pairs."""
     experts, order = torch.sort(chosen)
-    numbers = torch.arange(count, dtype=experts.dtype, device=chosen.device)
-    return experts, order, torch.searchsorted(experts, numbers, right=True, out_int32=True)
+    indices = torch.arange(count, dtype=experts.dtype, device=chosen.device)
+    return experts, order, torch.searchsorted(experts, indices, right=True, out_int32=True)
 
 
 def _grouped_products(x: Tensor, weight: Tensor, ends: Tensor, weights: Weights) -> Tensor:

@@ -98,7 +98,7 @@ def choose_configs(pairs: int, weights: Weights, shared_memory: int) -> Configs:
 
     def config(width: int, columns: int) -> Config:
         most = 128 if few and big and not weights.transposed else 64
-        at_once = next(numbers for numbers in _AT_ONCE if numbers <= most and width % numbers == 0)
+        at_once = next(elements for elements in _AT_ONCE if elements <= most and width % elements == 0)
         return Config(columns, at_once, 7 if few and big and columns == at_once == 64 else 4)
 
     gate_up = config(weights.hidden, 128 if big and weights.transposed else 64)

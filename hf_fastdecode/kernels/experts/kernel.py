@@ -34,9 +34,9 @@ def list_pairs(
     follow_previous(PDL)
     pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     expert = expert_of(chosen, pair, pairs, EXPERTS)
-    own = expert_of(chosen, own_pair, pairs, EXPERTS)
-    earlier = (expert[None, :] == own[:, None]) & (pair[None, :] < own_pair[:, None])
-    before = (expert[None, :] < own[:, None]) | earlier
+    own_expert = expert_of(chosen, own_pair, pairs, EXPERTS)
+    earlier = (expert[None, :] == own_expert[:, None]) & (pair[None, :] < own_pair[:, None])
+    before = (expert[None, :] < own_expert[:, None]) | earlier
     tl.store(order + tl.sum(before.to(tl.int32), 1), own_pair, mask=own_pair < pairs)
     if tl.program_id(0) == 0:
         number = tl.arange(0, BLOCK_E)
@@ -109,9 +109,9 @@ def products(
     expert = tl.load(items + 3 * item).to(tl.int64)
     begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
     if begin < end:
-        place = begin + tl.arange(0, BLOCK_M)
-        there = place < end
-        pair = tl.load(order + place, mask=there, other=0)
+        slot = begin + tl.arange(0, BLOCK_M)
+        there = slot < end
+        pair = tl.load(order + slot, mask=there, other=0)
         number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         if GATED and not INTERLEAVED:
             inner = block * HALF + number % HALF
@@ -130,8 +130,8 @@ def products(
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             numbers = tl.load(x + here + start, mask=there[None, :], other=0.0)
             further = start * COLUMNS if TRANSPOSED else start
-            own = tl.load(weight + at + further, mask=kept[:, None], other=0.0, eviction_policy="evict_first")
-            total = tl.dot(own, numbers, total)
+            weights = tl.load(weight + at + further, mask=kept[:, None], other=0.0, eviction_policy="evict_first")
+            total = tl.dot(weights, numbers, total)
         if BIAS:
             total += tl.load(bias + expert * COLUMNS + column, mask=kept, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -162,10 +162,10 @@ def add_up(
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column, own = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
-    pair, kept = row * PAIRS_PER_ROW + own, column < COLUMNS
+    column, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
+    pair, kept = row * PAIRS_PER_ROW + index, column < COLUMNS
     follow_previous(PDL)
-    expert = tl.load(chosen + pair, mask=own < PAIRS_PER_ROW, other=-1)
+    expert = tl.load(chosen + pair, mask=index < PAIRS_PER_ROW, other=-1)
     there = (expert >= 0) & (expert < EXPERTS)
     share = tl.load(shares + pair, mask=there, other=0.0).to(tl.float32)
     at = pair[:, None] * COLUMNS + column[None, :]
@@ -191,27 +191,27 @@ def open_sorted(
     BIAS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    place, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if block == 0:
-        tl.store(positions + tl.load(order + place), place.to(tl.int32))
+        tl.store(positions + tl.load(order + slot), slot.to(tl.int32))
     column = block * BLOCK_C + tl.arange(0, BLOCK_C)
     if INTERLEAVED:
         both = 2 * block * BLOCK_C + tl.arange(0, 2 * BLOCK_C)
-        numbers = tl.load(gate_up + place * (2 * INNER) + both, mask=both < 2 * INNER, other=0.0).to(tl.float32)
+        numbers = tl.load(gate_up + slot * (2 * INNER) + both, mask=both < 2 * INNER, other=0.0).to(tl.float32)
         if BIAS:
-            of_expert = bias + tl.load(chosen + place).to(tl.int64) * (2 * INNER)
+            of_expert = bias + tl.load(chosen + slot).to(tl.int64) * (2 * INNER)
             numbers += tl.load(of_expert + both, mask=both < 2 * INNER, other=0.0).to(tl.float32)
         gates, ups = tl.split(tl.reshape(numbers, (BLOCK_C, 2)))
     else:
-        at, kept = gate_up + place * (2 * INNER) + column, column < INNER
+        at, kept = gate_up + slot * (2 * INNER) + column, column < INNER
         gates = tl.load(at, mask=kept, other=0.0).to(tl.float32)
         ups = tl.load(at + INNER, mask=kept, other=0.0).to(tl.float32)
         if BIAS:
-            of_expert = bias + tl.load(chosen + place).to(tl.int64) * (2 * INNER) + column
+            of_expert = bias + tl.load(chosen + slot).to(tl.int64) * (2 * INNER) + column
             gates += tl.load(of_expert, mask=kept, other=0.0).to(tl.float32)
             ups += tl.load(of_expert + INNER, mask=kept, other=0.0).to(tl.float32)
     result = opened(gates, ups, alpha, limit, offset, ACTIVATION)
-    tl.store(out + place * INNER + column, result.to(out.dtype.element_ty), mask=column < INNER)
+    tl.store(out + slot * INNER + column, result.to(out.dtype.element_ty), mask=column < INNER)
 
 
 @triton.jit
@@ -231,8 +231,8 @@ def add_up_sorted(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     kept = column < COLUMNS
     total = tl.zeros((BLOCK_C,), tl.float32)
-    for own in tl.static_range(PAIRS_PER_ROW):
-        pair = row * PAIRS_PER_ROW + own
+    for index in tl.static_range(PAIRS_PER_ROW):
+        pair = row * PAIRS_PER_ROW + index
         at = tl.load(positions + pair).to(tl.int64) * COLUMNS + column
         numbers = tl.load(products + at, mask=kept, other=0.0).to(tl.float32)
         if BIAS:
@@ -265,11 +265,11 @@ def largest(
     score = tl.load(scores + row * COLUMNS + column, mask=column < COLUMNS, other=0.0).to(tl.float32)
     key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK - 1 - column)
     key = tl.where(column < COLUMNS, key, LEAST)
-    for place in tl.static_range(COUNT):
+    for slot in tl.static_range(COUNT):
         most = tl.max(key, 0)
         value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-        tl.store(values + row * COUNT + place, value.to(values.dtype.element_ty))
-        tl.store(columns + row * COUNT + place, BLOCK - 1 - (most & 0xFFFFFFFF))
+        tl.store(values + row * COUNT + slot, value.to(values.dtype.element_ty))
+        tl.store(columns + row * COUNT + slot, BLOCK - 1 - (most & 0xFFFFFFFF))
         key = tl.where(key == most, LEAST, key)
 
 
@@ -300,14 +300,14 @@ def route(
     row, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
     within = part * BLOCK_K + tl.arange(0, BLOCK_K)
     there, kept = row < rows, expert < EXPERTS
-    own = tl.load(
+    weights = tl.load(
         weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
     )
     follow_previous(PDL)
     numbers = tl.load(
         x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
     )
-    total = tl.trans(tl.dot(own, numbers))  # [BLOCK_M, BLOCK_E]
+    total = tl.trans(tl.dot(weights, numbers))  # [BLOCK_M, BLOCK_E]
     mine = row[:, None] * BLOCK_E + expert[None, :]
     tl.store(partials + part * BLOCK_M * BLOCK_E + mine, total)
     tl.debug_barrier()  # all threads have written, before one of them says so
@@ -328,19 +328,19 @@ def route(
         # As in `largest`.
         key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
         key = tl.where(kept[None, :], key, LEAST)
-        place = tl.arange(0, BLOCK_T)
+        slot = tl.arange(0, BLOCK_T)
         values = tl.full((BLOCK_M, BLOCK_T), float("-inf"), tl.float32)
         columns = tl.zeros((BLOCK_M, BLOCK_T), tl.int64)
         for number in tl.static_range(COUNT):
             most = tl.max(key, 1)
             value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
-            values = tl.where((place == number)[None, :], value[:, None], values)
-            columns = tl.where((place == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
+            values = tl.where((slot == number)[None, :], value[:, None], values)
+            columns = tl.where((slot == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
             key = tl.where(key == most[:, None], LEAST, key)
         if not FIRST:
             values = tl.exp(values - tl.max(values, 1)[:, None])
             values = values / tl.sum(values, 1)[:, None]
-        to = row[:, None] * COUNT + place[None, :]
-        written = there[:, None] & (place < COUNT)[None, :]
+        to = row[:, None] * COUNT + slot[None, :]
+        written = there[:, None] & (slot < COUNT)[None, :]
         tl.store(shares + to, values.to(shares.dtype.element_ty), mask=written)
         tl.store(chosen + to, columns, mask=written)

@@ -15,10 +15,10 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
     """See `api.experts`."""
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
-        row, place = torch.where(chosen == expert)
+        row, slot = torch.where(chosen == expert)
         hidden = opened(_product(x[row], weights.gate_up, weights.gate_up_bias, expert, weights), weights, gate)
         result = _product(hidden, weights.down, weights.down_bias, expert, weights)
-        out.index_add_(0, row, (result * shares[row, place, None]).to(x.dtype))
+        out.index_add_(0, row, (result * shares[row, slot, None]).to(x.dtype))
     return out
 
 
@@ -32,8 +32,8 @@ def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weights: Weights) -> Tensor:
-    own = weight[expert]
-    return F.linear(x, own.T if weights.transposed else own, None if bias is None else bias[expert])
+    matrix = weight[expert]
+    return F.linear(x, matrix.T if weights.transposed else matrix, None if bias is None else bias[expert])
 
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:

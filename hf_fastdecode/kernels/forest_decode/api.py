@@ -86,15 +86,15 @@ def forest_decode(
         config: Launch parameters, with the block sizes of the schedule.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
-        window: When given, a query sees only the last ``window`` tokens up to its own, counted over nodes in order of
-            depth, suffix and new tokens.
+        window: When given, a query sees only the last ``window`` tokens up to its position, counted over nodes in
+            order of depth, suffix and new tokens.
         sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
             softmax's denominator and the log-sum-exp.
         biases: ``[heads, distances]`` fp32: when given, added to the score of a key by how many tokens it is before
             the query, counted like a window; the last for all farther keys. Not with a soft cap, `other` or divided
             suffixes.
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
-            row's suffix (beam search). New tokens are written to the row's own slot.
+            row's suffix (beam search). New tokens are written to the row's slot.
         other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
             `forest_partial` returns them, contiguous. Not with a window, which would not count its keys.
         return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
@@ -127,7 +127,7 @@ def forest_decode(
     # Tensor cores need at least 16 queries; what they compute goes through memory to be merged without the padding.
     block_p = max(16, power_of_two(packed)) if packed > 1 or overlap_suffix or rest else 1
     through_memory = overlap_suffix or (has_nodes and block_p > 1)
-    own = _partial(shape, query.device) if through_memory else (None, None)
+    suffix_partial = _partial(shape, query.device) if through_memory else (None, None)
     own_config = config.suffix or choose_suffix_config(
         rows,
         kv_heads,
@@ -139,7 +139,7 @@ def forest_decode(
         shared_memory=shared_memory(query.device),
     )
     tables = (suffix, slots, lengths, *_unit_tables(schedule))
-    partials = (*workspace, *own, *(other or (None, None)), out, lse)
+    partials = (*workspace, *suffix_partial, *(other or (None, None)), out, lse)
     strides = (*query.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3])
     with launching(Kernel.FOREST, query.device):
         launch(
@@ -168,7 +168,7 @@ def forest_decode(
             **options,
         )
         if overlap_suffix:
-            _merge(slots, schedule, workspace, own, (out, lse), options)
+            _merge(slots, schedule, workspace, suffix_partial, (out, lse), options)
     return out, lse
 
 
@@ -278,15 +278,15 @@ def _merge(
     slots: Tensor,
     schedule: Schedule,
     workspace: NodeWorkspace,
-    own: tuple[Tensor | None, Tensor | None],
+    suffix_partial: tuple[Tensor | None, Tensor | None],
     results: tuple[Tensor, Tensor | None],
     options: dict[str, Any],
     *,
     other: bool = False,
 ) -> None:
-    """Merge the partials of each row's nodes, and of its suffix if given as `own`, into `results`.
+    """Merge the partials of each row's nodes, and of its suffix if `suffix_partial` is given, into `results`.
 
-    With `other`, what is given as `own` is a partial of other code, whose log-sum-exp is a natural logarithm.
+    With `other`, `suffix_partial` is a partial of other code, whose log-sum-exp is a natural logarithm.
     """
     rows, heads, _, head_dim = results[0].shape
     kv_heads = heads // options["GROUP"]
@@ -297,11 +297,11 @@ def _merge(
         slots,
         *_unit_tables(schedule),
         *workspace,
-        *own,
+        *suffix_partial,
         *results,
         *(schedule.overlap_suffix, rows, kv_heads, _block_m_log2(schedule)),
         ROWS=merging.rows,
-        OWN=own[0] is not None,
+        OWN=suffix_partial[0] is not None,
         OTHER=other,
         MERGE=merging.merge,
         num_warps=merging.warps,

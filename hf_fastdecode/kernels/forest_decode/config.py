@@ -260,9 +260,9 @@ def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
     """
     tile, width = power_of_two(queries_per_kv_head), power_of_two(head_dim)
     rows = max(1, 16 // tile)
-    numbers = rows * tile * width
-    warps = min(8, max(4, numbers // 2048))
-    return MergeConfig(rows, warps, merge=max(1, min(4, 2048 * warps // numbers)))
+    elements = rows * tile * width
+    warps = min(8, max(4, elements // 2048))
+    return MergeConfig(rows, warps, merge=max(1, min(4, 2048 * warps // elements)))
 
 
 def _hopper_kernel_runs(device: torch.device | None) -> bool:

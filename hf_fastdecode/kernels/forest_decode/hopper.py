@@ -37,7 +37,7 @@ def _mask_last_tile(scores, columns, tile, length, BLOCK_N: gl.constexpr):
 def _consume(
     tensors,
     rings,
-    numbers,
+    scalars,
     WARPGROUP: gl.constexpr,  # index of the 64 packed queries in the tile
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
@@ -50,7 +50,7 @@ def _consume(
 ):
     """Consumer warpgroup: attention of 64 packed queries over the key tiles of the program's pieces."""
     query, pieces, partial_out, partial_lse = tensors
-    scale, soft_cap, query_row_stride, query_head_stride, query_stride = numbers
+    scale, soft_cap, query_row_stride, query_head_stride, query_stride = scalars
     q_memory = rings[0].index(WARPGROUP)
     k_ring, k_full, k_free = rings[1]
     v_ring, v_full, v_free = rings[2]
@@ -216,18 +216,18 @@ def hopper_node_partials(
     tensors = (query, pieces, partial_out, partial_lse)
     keys = (k_ring, k_full, k_free)
     values = (v_ring, v_full, v_free)
-    numbers = (scale, soft_cap, query_row_stride, query_head_stride, query_stride)
+    scalars = (scale, soft_cap, query_row_stride, query_head_stride, query_stride)
     rings = (q_memory, keys, values)
     sizes = (node_capacity, kv_heads)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (tensors, rings, numbers, 0, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
+                (tensors, rings, scalars, 0, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
             (
                 _consume,
-                (tensors, rings, numbers, 1, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
+                (tensors, rings, scalars, 1, GROUP, QUERIES, HEAD_DIM, BLOCK_M, BLOCK_N, STAGES, SOFT_CAP, PDL),
             ),
             (produce, (tensors, nodes, memory, (keys, values), sizes, BLOCK_N, HEAD_DIM, STAGES, PLANE, ADDRESS_BITS)),
         ],

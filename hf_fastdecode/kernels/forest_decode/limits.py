@@ -39,17 +39,17 @@ def refusal(
     head_dim, queries = keys.shape[-1], keys.shape[-2]
     if queries > MAX_QUERIES:
         return f"it takes up to {MAX_QUERIES} queries at once, got {queries}"
-    if (rest := query.shape[-1] - head_dim) > 0 and values.shape[-1] == rest:  # latents
-        if head_dim % 16 or rest % 8 or head_dim > MAX_LATENT:
-            return f"it takes latents up to {MAX_LATENT} in multiples of 16 and 8, got {head_dim} and {rest}"
+    if (further := query.shape[-1] - head_dim) > 0 and values.shape[-1] == further:  # latents
+        if head_dim % 16 or further % 8 or head_dim > MAX_LATENT:
+            return f"it takes latents up to {MAX_LATENT} in multiples of 16 and 8, got {head_dim} and {further}"
         packed, most = query.shape[1] // keys.shape[1] * queries, most_packed_of_latents(keys.device)
         if packed > most:
             return f"it takes up to {most} queries of a group of heads over latents at once here, got {packed}"
         return failure(Kernel.FOREST, keys.device)
     if reason := refusal_of_heads(keys, values):
         return reason
-    if rest > 0 and rest % 8:
-        return f"it takes elements of keys that all heads share in multiples of 8, got {rest}"
+    if further > 0 and further % 8:
+        return f"it takes elements of keys that all heads share in multiples of 8, got {further}"
     return failure(Kernel.FOREST, keys.device)
 
 
@@ -115,7 +115,7 @@ def check_combination(
     biases: Tensor | None,
     other: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Check that a step has nothing that counts distances where keys are elsewhere, or biases beside a soft cap."""
+    """Check that a step has no window or biases where keys are elsewhere, and no biases with a soft cap."""
     if biases is not None and (divided or other is not None or soft_cap is not None or not biases.shape[1]):
         raise ValueError("biases by distance need whole suffixes, all keys here, no soft cap and at least one bias")
     if window is not None and divided:

@@ -79,7 +79,7 @@ def merge_depths(
     """Merge the pieces of all depths, in order.
 
     With SCALAR in one loop for all depths, else in a loop for each. In a second loop, Triton exchanges row vectors
-    between threads for each partial, and barriers keep its loads from overlapping. But where each query has its own
+    between threads for each partial, and barriers keep its loads from overlapping. But where each query has another
     location, Triton 3.6 and 3.7 do not compile every form of the one loop.
     """
     firsts, ends, rows_in_tile = located
@@ -188,13 +188,13 @@ def merge_rows(
         located, 0, block_m_log2, partials, state, HEAD_DIM, BLOCK_D, MERGE, DEPTHS, False
     )
     if OWN and (DIVIDED or OTHER):
-        seen = active & (row_sum > 0)
+        has_keys = active & (row_sum > 0)
     else:
-        seen = active if OWN else row_sum > 0
-    result = tl.where(seen[:, None], acc * (1.0 / tl.where(seen, row_sum, 1.0))[:, None], 0.0)
+        has_keys = active if OWN else row_sum > 0
+    result = tl.where(has_keys[:, None], acc * (1.0 / tl.where(has_keys, row_sum, 1.0))[:, None], 0.0)
     tl.store(out + place, result.to(out.dtype.element_ty), mask=kept)
     if LSE:
-        lse = tl.where(seen, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
+        lse = tl.where(has_keys, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
         tl.store(out_lse + at, lse, mask=valid_query)
 
 
@@ -206,14 +206,14 @@ def merge_ranks(gathered: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge partials into `out` and `lse`; an empty part has weight 0, and the union of empty ones is ``(0, -inf)``.
 
     Args:
-        gathered: ``[ranks, numbers]`` fp32, contiguous: of each rank its ``out`` and then its log-sum-exp, contiguous.
+        gathered: ``[ranks, elements]`` fp32, contiguous: each rank's ``out``, then its log-sum-exp, both contiguous.
         out: ``[..., head_dim]``, contiguous.
         lse: ``[...]`` fp32, contiguous.
     """
-    ranks, numbers = gathered.shape
+    ranks, elements = gathered.shape
     queries, width = lse.numel(), out.shape[-1]
-    if numbers != queries * (width + 1):
-        raise ValueError(f"{queries} queries of {width} numbers give {queries * (width + 1)} a rank, got {numbers}")
+    if elements != queries * (width + 1):
+        raise ValueError(f"{queries} queries of {width} elements give {queries * (width + 1)} a rank, got {elements}")
     if not queries:
         return
     with launching(Kernel.MERGE, gathered.device):

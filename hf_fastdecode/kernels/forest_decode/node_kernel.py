@@ -147,7 +147,7 @@ def node_partials(
     node_capacity,
     scale,
     soft_cap,
-    window,  # with WINDOW, a query sees the last `window` tokens up to its own
+    window,  # with WINDOW, a query sees the last `window` tokens up to its position
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -163,7 +163,7 @@ def node_partials(
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     STAGES: tl.constexpr,
-    DISTANCES: tl.constexpr,  # number of distances with a bias of their own; 0 for no biases
+    DISTANCES: tl.constexpr,  # number of distances with a separate bias; 0 for no biases
     CHAIN: tl.constexpr,  # most nodes that a query tile reads as one; not with WINDOW or DISTANCES
     PDL: tl.constexpr,
 ):
@@ -279,8 +279,8 @@ def node_partials(
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
         if full_tiles < last:
             token = full_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-            seen = token < length
-            kept = seen[:, None] & in_dim[None, :]
+            in_node = token < length
+            kept = in_node[:, None] & in_dim[None, :]
             if CHAIN > 1:
                 key_rows, value_rows = chain_rows(chain, nodes, node_capacity, head, token, size, HEAD_DIM, CHAIN)
                 k = tl.load(row_pointers(key_rows, dims, element), mask=kept, other=0.0)
@@ -290,13 +290,13 @@ def node_partials(
                 v = k if LATENTS else tl.load(values + full_tiles * step + tile_at, mask=kept, other=0.0)
             k_rest = k
             if REST:
-                kept_rest = seen[:, None] & in_rest[None, :]
+                kept_rest = in_node[:, None] & in_rest[None, :]
                 k_rest = tl.load(rests + full_tiles * rest_step + rest_at, mask=kept_rest, other=0.0)
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, k_rest, REST)
             if DISTANCES > 0:
                 age = stands[:, None] - token[None, :]
                 scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
-            scores = tl.where(seen[None, :], scores, -float("inf"))
+            scores = tl.where(in_node[None, :], scores, -float("inf"))
             if WINDOW:
                 scores = tl.where(token[None, :] >= oldest[:, None], scores, -float("inf"))
             row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)

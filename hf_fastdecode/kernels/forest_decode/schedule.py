@@ -7,7 +7,7 @@ unit's pieces are merged in order.
 - A node with at least as many units as programs first hands out whole units, one per program, so that neighbours read
   the same keys at the same time, from L2.
 - Other units are cut into equal pieces each, as many as it takes for the pieces to fit into equal shares, longest
-  first (split-K). Then hardly a program has pieces of two long units, and short units go to programs of their own.
+  first (split-K). Then hardly a program has pieces of two long units, and short units go to separate programs.
 - Where that leaves programs idle, the tiles of all units are laid end to end and cut into equal shares (stream-K);
   units of several query tiles as one *bundle*, so that as many programs read the same keys side by side.
 
@@ -61,7 +61,7 @@ class Capacity(NamedTuple):
     units: int = 0  # query tiles of nodes, over all KV heads
 
     def holds(self, other: Capacity) -> bool:
-        """Whether tables of this size hold what needs `other`."""
+        """Whether tables of this capacity hold a schedule that needs `other`."""
         return all(mine >= theirs for mine, theirs in zip(self, other, strict=True))
 
 
@@ -182,11 +182,11 @@ def make_schedule(
     row_offsets = np.zeros((depths, rows), dtype=np.int64)
     row_tiles = np.zeros((depths, rows), dtype=np.int64)
     for index, shape in enumerate(nodes):
-        own = slice(shape.row_start, shape.row_start + shape.row_count)
+        of_node = slice(shape.row_start, shape.row_start + shape.row_count)
         offsets = np.arange(shape.row_count) * queries
-        row_offsets[shape.depth, own] = offsets
-        row_units[shape.depth, own] = unit_base[index] + offsets // block_m
-        row_tiles[shape.depth, own] = query_tiles[index]
+        row_offsets[shape.depth, of_node] = offsets
+        row_units[shape.depth, of_node] = unit_base[index] + offsets // block_m
+        row_tiles[shape.depth, of_node] = query_tiles[index]
 
     chains = np.full((max(len(nodes), capacity.nodes if capacity else 0), chain, 2), (0, _NO_TOKEN), dtype=np.int64)
     for index, shape in enumerate(nodes):
@@ -292,10 +292,10 @@ def cut(lengths: np.ndarray, units_of_node: np.ndarray, programs: int, *, bundle
         turn[taken] = waves + np.arange(full * programs) // programs
         waves += full
     parts = [Work(unit[whole], np.zeros_like(unit[whole]), lengths[whole], program[whole], turn[whole])]
-    rest = unit[~whole]
-    if len(rest):
-        streamed = _stream(rest, lengths[rest], programs, waves, bundle)
-        packed = _pack(rest, lengths[rest], programs, waves, most=largest_share(streamed))
+    remaining = unit[~whole]
+    if len(remaining):
+        streamed = _stream(remaining, lengths[remaining], programs, waves, bundle)
+        packed = _pack(remaining, lengths[remaining], programs, waves, most=largest_share(streamed))
         parts.append(packed or streamed)
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     order = np.lexsort((columns[1], columns[0]))
@@ -324,9 +324,9 @@ def _stream(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, bun
     of = np.searchsorted(unit_start, begin, side="right") - 1
     share = np.unique(np.searchsorted(share_start, begin, side="right"), return_inverse=True)[1]
     columns = (of, begin - unit_start[of], end - unit_start[of], share, np.arange(len(of)))
-    of, begin, end, share, place = (np.repeat(column, bundle) for column in columns)
+    of, begin, end, share, slot = (np.repeat(column, bundle) for column in columns)
     side = np.tile(np.arange(bundle), len(columns[0]))
-    return Work(unit[of * bundle + side], begin, end, share * bundle + side, turn + place)
+    return Work(unit[of * bundle + side], begin, end, share * bundle + side, turn + slot)
 
 
 def _pack(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, *, most: int) -> Work | None:
@@ -348,13 +348,13 @@ def _pack(unit: np.ndarray, lengths: np.ndarray, programs: int, turn: int, *, mo
             break
     else:
         return None
-    program, place = found
+    program, slot = found
     of = np.argsort(kind, kind="stable")  # units by kind
     pieces = pieces[kind[of]]
     index = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     of, pieces = np.repeat(of, pieces), np.repeat(pieces, pieces)
     begin, end = index * lengths[of] // pieces, (index + 1) * lengths[of] // pieces
-    return Work(unit[of], begin, end, program, turn + place)
+    return Work(unit[of], begin, end, program, turn + slot)
 
 
 # Different lengths of units for which packing is tried: each takes a moment.
@@ -378,8 +378,8 @@ def _placed(costs: np.ndarray, counts: np.ndarray, programs: int, share: int) ->
         placed.append((of[chosen], turn[of[chosen]] + index[chosen]))
         taken = np.bincount(of[chosen], minlength=programs)
         load, turn = load + taken * cost, turn + taken
-    program, place = zip(*placed, strict=True)
-    return np.concatenate(program), np.concatenate(place)
+    program, slot = zip(*placed, strict=True)
+    return np.concatenate(program), np.concatenate(slot)
 
 
 def largest_share(work: Work) -> int:

@@ -2,7 +2,7 @@
 """Suffix kernel: appends the new tokens to each row's suffix, and attends to it.
 
 It begins with a partial of other keys, if one is given. It then waits for the node partials and merges them; or, where
-it runs beside the node kernel on the remaining multiprocessors, it writes its own partials for the merge kernel.
+it runs beside the node kernel on the remaining multiprocessors, it writes partials for the merge kernel.
 """
 
 import triton
@@ -24,7 +24,7 @@ from .node_kernel import (
 
 @triton.jit
 def online_softmax_step_single_query(
-    q, k, v, seen, state, scoring, head, age, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, DISTANCES: tl.constexpr
+    q, k, v, visible, state, scoring, head, age, BLOCK_N: tl.constexpr, SOFT_CAP: tl.constexpr, DISTANCES: tl.constexpr
 ):
     """`online_softmax_step` for one query ``[1, D]``, without tensor cores."""
     row_max, row_sum, acc = state
@@ -34,7 +34,7 @@ def online_softmax_step_single_query(
         scores = cap_scores(scores, soft_cap)
     if DISTANCES > 0:
         scores += distance_biases(biases, head, age, DISTANCES)[None, :]
-    scores = tl.where(seen[None, :], scores * LOG2E, -float("inf"))
+    scores = tl.where(visible[None, :], scores * LOG2E, -float("inf"))
     new_row_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_row_max[:, None])
     rescale = tl.exp2(row_max - new_row_max)
@@ -77,7 +77,7 @@ def attend_suffixes(
     origin_stride,
     scale,
     soft_cap,
-    window,  # with WINDOW, a query sees the last `window` tokens up to its own
+    window,  # with WINDOW, a query sees the last `window` tokens up to its position
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -199,31 +199,31 @@ def attend_suffixes(
     oldest = tl.maximum(0, before + 1 - window) if WINDOW else 0
     for start in tl.range(oldest // BLOCK_N * BLOCK_N, before, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
-        seen = (token >= oldest) & (token < before) if WINDOW else token < before
+        visible = (token >= oldest) & (token < before) if WINDOW else token < before
         at = token[:, None] * HEAD_DIM + dims[None, :]
-        if ORIGINS:  # offset from the row's own slot, which the addresses point at
-            origin = tl.load(origins + row64 * origin_stride + token, mask=seen, other=0)
+        if ORIGINS:  # offset from the row's slot, which the addresses point at
+            origin = tl.load(origins + row64 * origin_stride + token, mask=visible, other=0)
             at += ((origin - slot) * slot_stride)[:, None]
-        k = tl.load(suffix_keys + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+        k = tl.load(suffix_keys + at, mask=visible[:, None] & in_dim[None, :], other=0.0)
         if REST:
             at = token[:, None] * REST + rest[None, :]
             if ORIGINS:
                 at += ((origin - slot) * rest_stride)[:, None]
-            v = tl.load(suffix_values + at, mask=seen[:, None] & in_rest[None, :], other=0.0)
+            v = tl.load(suffix_values + at, mask=visible[:, None] & in_rest[None, :], other=0.0)
         else:
-            v = tl.load(suffix_values + at, mask=seen[:, None] & in_dim[None, :], other=0.0)
+            v = tl.load(suffix_values + at, mask=visible[:, None] & in_dim[None, :], other=0.0)
         if BLOCK_P == 1:  # one query: tensor cores would compute 15 padding rows
             age = before - token
             state = (row_max, row_sum, acc)
             row_max, row_sum, acc = online_softmax_step_single_query(
-                q, k, v, seen, state, scoring, head, age, BLOCK_N, SOFT_CAP, DISTANCES
+                q, k, v, visible, state, scoring, head, age, BLOCK_N, SOFT_CAP, DISTANCES
             )
         else:
             scores = qk_scores(q, k, scale, soft_cap, SOFT_CAP, q_rest, v, REST)
             if DISTANCES > 0:
                 age = (before + position)[:, None] - token[None, :]
                 scores += distance_biases(biases, query_head[:, None], age, DISTANCES) / scale
-            scores = tl.where(seen[None, :], scores, -float("inf"))
+            scores = tl.where(visible[None, :], scores, -float("inf"))
             if REST:
                 v = k
             if WINDOW and QUERIES > 1:
@@ -251,13 +251,13 @@ def attend_suffixes(
     if DIVIDED:
         before -= first_new
     if active:
-        place = (before + new_token)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(suffix_keys + place, new_k, mask=kept)
+        offsets = (before + new_token)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(suffix_keys + offsets, new_k, mask=kept)
         if REST:
-            place = (before + new_token)[:, None] * REST + rest[None, :]
-            tl.store(suffix_values + place, new_v, mask=kept_rest)
+            offsets = (before + new_token)[:, None] * REST + rest[None, :]
+            tl.store(suffix_values + offsets, new_v, mask=kept_rest)
         else:
-            tl.store(suffix_values + place, new_v, mask=kept)
+            tl.store(suffix_values + offsets, new_v, mask=kept)
 
     # Normalise, merge the node partials, and store.
     first_query = (row64 * kv_heads + head) * queries_per_kv_head

@@ -32,7 +32,7 @@ class NormForm(Enum):
 
 
 class GatedNormForm(Enum):
-    """Where ``silu(gate)``, computed in fp32, comes in; the weight multiplies rounded elements, as `ROUNDED`."""
+    """Whether ``silu(gate)``, in fp32, is applied before or after the norm; weights multiply as in `ROUNDED`."""
 
     AFTER = 0
     """``(weight * normalized) * silu(gate)``, as in Qwen3-Next."""
@@ -62,12 +62,12 @@ class Activation(Enum):
 MOST_COLUMNS = 16384
 """Elements of a row of `rms_norm`, which a program holds whole."""
 
-_NUMBERS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
+_ELEMENTS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
 
 
 class Plus(NamedTuple):
-    """A sum on the way."""
+    """An addend, and the memory of the sum."""
 
     addend: Tensor  # of the shape and dtype of what it is added to, contiguous
     total: Tensor  # memory for the sum, likewise
@@ -80,7 +80,7 @@ def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **o
 def _norm_options(columns: int, device: torch.device) -> tuple[int, dict[str, int]]:
     """Rows of a program that normalizes so many columns, and its launch options."""
     block = power_of_two(columns)
-    rows = max(1, _NUMBERS // block)
+    rows = max(1, _ELEMENTS // block)
     warps = min(16, max(4, rows * block // 512))
     return rows, {"COLUMNS": columns, "BLOCK_R": rows, "BLOCK_C": block, "num_warps": warps, **overlap_options(device)}
 
@@ -207,6 +207,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if gates.stride(1) != 1 or ups.stride(1) != 1:
         gates, ups = gates.contiguous(), ups.contiguous()
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grid, strides = (len(gates) * -(-columns // _NUMBERS),), (gates.stride(0), ups.stride(0))
-    _launch("gate", grid, gates, ups, out, *strides, COLUMNS=columns, ACTIVATION=activation.value, BLOCK=_NUMBERS)
+    grid, strides = (len(gates) * -(-columns // _ELEMENTS),), (gates.stride(0), ups.stride(0))
+    _launch("gate", grid, gates, ups, out, *strides, COLUMNS=columns, ACTIVATION=activation.value, BLOCK=_ELEMENTS)
     return out

@@ -41,19 +41,19 @@ def normalize(
     column = tl.arange(0, BLOCK_C)
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
     if ADDS:
-        numbers = (numbers + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + at, numbers, mask=kept)
-        numbers = numbers.to(tl.float32)
+        values = (values + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, values, mask=kept)
+        values = values.to(tl.float32)
     factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    mean = tl.sum(numbers * numbers, 1) / COLUMNS
-    numbers = numbers * tl.rsqrt(mean + eps)[:, None]
+    mean = tl.sum(values * values, 1) / COLUMNS
+    values = values * tl.rsqrt(mean + eps)[:, None]
     if ROUNDING == ROUNDED:
-        numbers = numbers.to(out.dtype.element_ty).to(tl.float32)
+        values = values.to(out.dtype.element_ty).to(tl.float32)
     if ROUNDING == PLUS_ONE:
         factor = factor + 1.0
-    tl.store(out + at, (factor * numbers).to(out.dtype.element_ty), mask=kept)
+    tl.store(out + at, (factor * values).to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -79,17 +79,17 @@ def normalize_gated(
     kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
     at, group = row[:, None] * COLUMNS + column[None, :], row % GROUPS
     within = group[:, None] * COLUMNS + column[None, :]
-    numbers = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    values = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
     opened = tl.load(gates + (row // GROUPS)[:, None] * gate_stride + within, mask=kept, other=0.0).to(tl.float32)
     opened = opened / (1.0 + tl.exp(-opened))
     if not AFTER:
-        numbers = numbers * opened
-    mean = tl.sum(numbers * numbers, 1) / COLUMNS
-    numbers = (numbers * tl.rsqrt(mean + eps)[:, None]).to(dtype).to(tl.float32)
-    numbers = numbers * tl.load(weight + within, mask=kept, other=0.0).to(tl.float32)
+        values = values * opened
+    mean = tl.sum(values * values, 1) / COLUMNS
+    values = (values * tl.rsqrt(mean + eps)[:, None]).to(dtype).to(tl.float32)
+    values = values * tl.load(weight + within, mask=kept, other=0.0).to(tl.float32)
     if AFTER:
-        numbers = numbers.to(dtype).to(tl.float32) * opened
-    tl.store(out + at, numbers.to(dtype), mask=kept)
+        values = values.to(dtype).to(tl.float32) * opened
+    tl.store(out + at, values.to(dtype), mask=kept)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -174,9 +174,9 @@ def rotate_heads(
     tl.store(out + at + HALF, (three + four).to(out.dtype.element_ty), mask=kept)
     if HEAD_DIM > ROTARY:
         after = ROTARY + tl.arange(0, BLOCK_REST)
-        rest = here & (after < HEAD_DIM)[None, :]
+        passed = here & (after < HEAD_DIM)[None, :]
         at = start + after[None, :]
-        tl.store(out + at, tl.load(x + at, mask=rest), mask=rest)
+        tl.store(out + at, tl.load(x + at, mask=passed), mask=passed)
 
 
 @triton.jit

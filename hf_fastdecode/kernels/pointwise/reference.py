@@ -1,4 +1,4 @@
-"""The operators of this folder in PyTorch, with the roundings that the kernels repeat; exact ones of fp64 numbers."""
+"""The operators of this folder in PyTorch, with the roundings that the kernels repeat; exact in fp64."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def gelu(gate: Tensor, activation: Activation) -> Tensor:
 
 
 def wide(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is."""
+    """Convert to fp32; fp64 stays."""
     return x if x.dtype == torch.float64 else x.float()

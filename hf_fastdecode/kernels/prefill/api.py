@@ -50,7 +50,7 @@ _CANDIDATES = {
     128: (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 32, 4, 2)),
     256: (Config(128, 64, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 4, 2)),
 }
-"""By padded head_dim, the fastest first as measured on an H100, smaller ones for GPUs with less shared memory."""
+"""Configs by padded head_dim, fastest first as measured on an H100, smaller ones for GPUs with less shared memory."""
 
 
 def padded(head_dim: int) -> int:

@@ -17,7 +17,7 @@ FARTHEST = tl.constexpr(2147483647)
 
 @triton.jit
 def tanh(x, IN_HARDWARE: tl.constexpr):
-    """By the GPU's own instruction, whose error of 2^-11 is that of a rounding to fp16; else in fp32."""
+    """tanh by the GPU's instruction, whose error of 2^-11 is that of a rounding to fp16; else in fp32."""
     if IN_HARDWARE:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1

@@ -129,7 +129,7 @@ def _run(
             registers = {"REGISTERS": REGISTERS, "maxnreg": REGISTERS, "num_warps": 4}
             launch(hopper_row_products, (config.programs,), *tensors, *sizes, **options, **registers)
         return
-    tiles, iterations = sum(-(-own // config.columns) for own in widths), width // config.at_once
+    tiles, iterations = sum(-(-weight_rows // config.columns) for weight_rows in widths), width // config.at_once
     sums = inputs  # not read with one part
     if config.parts > 1:
         of_tile = config.block_rows * config.columns * products

@@ -20,7 +20,7 @@ MOST_ROWS: Final = 128
 MOST_PORTABLE_ROWS: Final = 32
 MOST_WEIGHTS: Final = 3
 
-_LEAST_NUMBERS = 1 << 20  # of all weights: products with smaller ones take as long as a launch either way
+_LEAST_ELEMENTS = 1 << 20  # of all weights: smaller products take as long as a launch in any case
 _AT_ONCE = (128, 64)  # elements of a row per iteration
 _LEAST_ITERATIONS = 4  # of a part
 
@@ -29,7 +29,7 @@ _fusing: ContextVar[bool] = ContextVar("hf_fastdecode_fusing_products", default=
 
 @contextmanager
 def fusing_products() -> Iterator[None]:
-    """Context of a captured pass in which layers with attention code of their own may compute products by kernels."""
+    """Context of a captured pass in which layers that attend by themselves may compute products by kernels."""
     token = _fusing.set(True)
     try:
         yield
@@ -72,12 +72,12 @@ def choose_hopper_config(
 ) -> HopperConfig:
     """As `choose_config`, for more than `MOST_PORTABLE_ROWS` rows."""
     block_rows = 64 if rows <= 64 else 128
-    at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
+    at_once = next(elements for elements in _AT_ONCE if width % elements == 0)
     x_stages = (3 if gated else 4) * 128 // at_once
     w_stages = (_STAGE_BYTES // (2 * at_once) - x_stages * block_rows) // (2 * BOX if gated else BOX)
     # Of a number with many divisors, more shares end where tiles do.
     programs = multiprocessors if gated else max(1, multiprocessors // 32 * 32)
-    units = sum(-(-own // BOX) for own in widths) * (width // at_once)
+    units = sum(-(-width_of_one // BOX) for width_of_one in widths) * (width // at_once)
     return HopperConfig(block_rows, at_once, x_stages, min(16, w_stages), min(programs, units))
 
 
@@ -93,8 +93,8 @@ def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors:
     """
     block_rows = max(16, power_of_two(rows))
     columns = 32 if gated and block_rows > 16 else 64
-    at_once = next(numbers for numbers in _AT_ONCE if width % numbers == 0)
-    tiles = sum(-(-own // columns) for own in widths)
+    at_once = next(elements for elements in _AT_ONCE if width % elements == 0)
+    tiles = sum(-(-width_of_one // columns) for width_of_one in widths)
     wanted = -(-3 * multiprocessors // (4 * tiles))
     iterations = width // at_once
     parts = max(1, min(wanted, iterations // _LEAST_ITERATIONS))
@@ -147,6 +147,6 @@ def _refusal_here(inputs: Tensor, weights: Sequence[Tensor], rows: int) -> str |
         return "it runs on CUDA devices in half precision"
     if compute_capability(device)[0] != 9:
         return "it was measured on Hopper GPUs only"
-    if sum(weight.numel() for weight in weights) < _LEAST_NUMBERS:
-        return f"weights of fewer than {_LEAST_NUMBERS} elements gain nothing"
+    if sum(weight.numel() for weight in weights) < _LEAST_ELEMENTS:
+        return f"weights of fewer than {_LEAST_ELEMENTS} elements gain nothing"
     return failure(Kernel.ROWS if rows <= MOST_PORTABLE_ROWS else Kernel.WIDE_ROWS, device)

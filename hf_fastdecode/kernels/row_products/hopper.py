@@ -27,18 +27,18 @@ def _load_weights(weights, ring, full, at, count, sizes, GATED, AT_ONCE, STAGES)
     BOXES: gl.constexpr = 2 if GATED else 1
     stage = count % STAGES
     barrier = full.index(stage)
-    place = ring.index(stage * BOXES)
+    slot = ring.index(stage * BOXES)
     tile = at // iterations
     number = (at - tile * iterations) * AT_ONCE
     mbarrier.expect(barrier, 2 * AT_ONCE * BOX * BOXES)
     if tile < tiles_0:
-        load_tile(weights[0], [tile * BOX, number], barrier, place)
+        load_tile(weights[0], [tile * BOX, number], barrier, slot)
         if GATED:
             load_tile(weights[1], [tile * BOX, number], barrier, ring.index(stage * BOXES + 1))
     elif tile < tiles_0 + tiles_1:
-        load_tile(weights[1], [(tile - tiles_0) * BOX, number], barrier, place)
+        load_tile(weights[1], [(tile - tiles_0) * BOX, number], barrier, slot)
     else:
-        load_tile(weights[2], [(tile - tiles_0 - tiles_1) * BOX, number], barrier, place)
+        load_tile(weights[2], [(tile - tiles_0 - tiles_1) * BOX, number], barrier, slot)
 
 
 @gluon.jit
@@ -111,7 +111,7 @@ def _consume(
     row = own_row + (64 * WARPGROUP if WIDE else 0)
     within = own_column + (0 if WIDE else COLUMNS * WARPGROUP)
     # In eights of columns: the 32 threads of a warp write 256 contiguous bytes.
-    place = own_row[:, None] * 8 + (own_column // 8 * 512 + own_column % 8)[None, :]
+    offset = own_row[:, None] * 8 + (own_column // 8 * 512 + own_column % 8)[None, :]
     programs = gl.num_programs(0)
     own_share = programs - 1 - gl.program_id(0)
     follow_previous(PDL)  # dependents also rely on earlier kernels, so wait before releasing them
@@ -154,7 +154,7 @@ def _consume(
         owner = ((tile * iterations + 1) * programs - 1) // units
         written = arrived + 2 * owner + WARPGROUP
         if begin > 0:
-            mine = partials + (2 * own_share + WARPGROUP) * PARTIAL + place
+            mine = partials + (2 * own_share + WARPGROUP) * PARTIAL + offset
             gl.store(mine, total)
             if GATED:
                 gl.store(mine + SIZE, second)
@@ -167,7 +167,7 @@ def _consume(
                 while gl.atomic_cas(written, others, 0, sem="acquire") != others:
                     pass
                 for other in range(owner + 1, owner + 1 + others):
-                    theirs = partials + (2 * other + WARPGROUP) * PARTIAL + place
+                    theirs = partials + (2 * other + WARPGROUP) * PARTIAL + offset
                     total += gl.load(theirs, cache_modifier=".cg")
                     if GATED:
                         second += gl.load(theirs + SIZE, cache_modifier=".cg")
@@ -183,7 +183,7 @@ def _consume(
             if GATED:
                 if BIAS:
                     second = _with_bias(second, biases[1], column, columns)
-                # Rounded as where each step is an operator of its own.
+                # Rounded as where each step is a separate operator.
                 dtype: gl.constexpr = outs[0].dtype.element_ty
                 gates = total.to(dtype).to(gl.float32)
                 total = activated(gates, ACTIVATION).to(dtype).to(gl.float32) * second.to(dtype).to(gl.float32)
@@ -203,7 +203,7 @@ def hopper_row_products(
     out_0,  # [rows, columns_0], contiguous
     out_1,
     out_2,
-    partials,  # [programs, BLOCK_M, 2 * BOX if GATED else BOX] fp32, in an order of its own
+    partials,  # [programs, BLOCK_M, 2 * BOX if GATED else BOX] fp32, in the layout of the accumulators
     arrived,  # [2 * programs] int32: how many parts that a program waits for are written; 0 before and after
     rows,
     width,

@@ -2,7 +2,7 @@
 """Products of a few rows with up to three weights, or with those of a gate, on tensor cores.
 
 Each program reads some rows of one weight, or a part of these. Where a weight has too few rows to keep every
-multiprocessor reading, parts go to programs of their own; the last to arrive adds all parts up, in their order.
+multiprocessor reading, parts go to separate programs; the last to arrive adds all parts up, in their order.
 """
 
 import triton
@@ -59,10 +59,10 @@ def row_products(
     first = part * part_width
     follow_previous(PDL)
     for start in tl.range(first, tl.minimum(first + part_width, width), BLOCK_K, num_stages=STAGES):
-        numbers = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
-        total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), numbers, total)
+        inputs = tl.load(x + here + start, mask=(row < rows)[None, :], other=0.0)
+        total = tl.dot(tl.load(weight + at + start, eviction_policy="evict_first"), inputs, total)
         if GATED:
-            second = tl.dot(tl.load(weight_1 + at + start, eviction_policy="evict_first"), numbers, second)
+            second = tl.dot(tl.load(weight_1 + at + start, eviction_policy="evict_first"), inputs, second)
     if parts > 1:
         TILE: tl.constexpr = BLOCK_N * BLOCK_M
         SIZE: tl.constexpr = 2 * TILE if GATED else TILE
@@ -89,7 +89,7 @@ def row_products(
         total += tl.load(bias + column, mask=kept, other=0.0).to(tl.float32)[:, None]
         if GATED:
             second += tl.load(bias_1 + column, mask=kept, other=0.0).to(tl.float32)[:, None]
-    if GATED:  # rounded as where each step is an operator of its own
+    if GATED:  # rounded as where each step is a separate operator
         gates, ups = total.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
         total = activated(gates, ACTIVATION).to(dtype).to(tl.float32) * ups
     written = last & (row < rows)[None, :] & (column < columns)[:, None]

@@ -120,9 +120,9 @@ class Settings:
                 raise ValueError(f"{name}={value} needs Settings created with that feature; here it must be {neutral}")
 
 
-def _on(device: torch.device | str, numbers: Iterable[float], dtype: torch.dtype) -> Tensor:
-    """Values on a device, without waiting for what is queued there."""
-    return torch.tensor(list(numbers), dtype=dtype, device="cpu").to(device, non_blocking=True)
+def _on(device: torch.device | str, values: Iterable[float], dtype: torch.dtype) -> Tensor:
+    """Copy values to a device, without waiting for its queued work."""
+    return torch.tensor(list(values), dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Form(NamedTuple):
@@ -243,7 +243,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _check_settings(settings: Settings, seen: Tensor | None, vocab: int) -> None:
-    """Check what the settings need of a vocabulary of this size."""
+    """Check the settings against the size of the vocabulary."""
     if settings.features["repetition_penalty"]:
         words = (vocab + 31) // 32
         if seen is None or seen.dtype != torch.int32 or seen.shape[1] != words or seen.stride(1) != 1:

@@ -108,7 +108,7 @@ def uniforms(seed: int, step: int | Tensor, row_ids: Tensor, turn: int) -> Tenso
     return torch.stack([word * 2.0**-32 + tail * 2.0**-53 for word, tail in zip(words, tails, strict=True)], -1)
 
 
-def _place(mass: Tensor, uniform: Tensor) -> Tensor:
+def _draw_index(mass: Tensor, uniform: Tensor) -> Tensor:
     reach = mass.cumsum(-1)
     return ((reach > uniform[:, None] * reach[:, -1:]) & (mass > 0)).int().argmax(-1)
 
@@ -117,8 +117,8 @@ def _draw(mass: Tensor, pair: Tensor, columns: int) -> Tensor:
     """Draw a column by its mass, then one of its tokens: ``mass`` ``[rows, vocab]`` to ``[rows]``."""
     rows, vocab = mass.shape
     table = torch.nn.functional.pad(mass, (0, -vocab % columns)).view(rows, -1, columns)
-    column = _place(table.sum(1), pair[:, 0])
-    chunk = _place(table[torch.arange(rows, device=mass.device), :, column], pair[:, 1])
+    column = _draw_index(table.sum(1), pair[:, 0])
+    chunk = _draw_index(table[torch.arange(rows, device=mass.device), :, column], pair[:, 1])
     return chunk * columns + column
 
 

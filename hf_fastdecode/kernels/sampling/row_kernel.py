@@ -37,10 +37,10 @@ def _uniforms(seed, step, row_id, turn):
 def _sample_index(mass, uniform, SIZE: tl.constexpr):
     """Inverse CDF: the first index where cumulative mass exceeds ``uniform`` times the total; never one of mass 0."""
     reach = tl.cumsum(mass.to(tl.float64), 0)
-    places = tl.arange(0, SIZE)
+    positions = tl.arange(0, SIZE)
     target = tl.max(reach, 0) * uniform
     # If rounding leaves no index beyond the target, take the last one with mass.
-    preference = tl.where(reach > target, places, 2 * SIZE - places)
+    preference = tl.where(reach > target, positions, 2 * SIZE - positions)
     found = tl.min(tl.where(mass > 0, preference, 2 * SIZE), 0)
     return tl.where(found < SIZE, found, 2 * SIZE - found) % SIZE
 

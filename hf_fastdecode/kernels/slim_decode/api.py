@@ -270,12 +270,12 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
     averages, lse = parts = given.parts(groups)
     tiles = rows * triton.cdiv(keys.shape[1], config.block_t)
     scores = torch.empty(tiles, block_h, config.block_t, dtype=torch.float32, device=device)
-    numbers = [part.view(torch.int8) if scales else part for part in (keys, coordinates)]
+    stored = [part.view(torch.int8) if scales else part for part in (keys, coordinates)]
     for phase in (SCORES, AVERAGES):
         launch(
             slim_partials,
             (groups * members,),
-            *(query, *numbers, *(scales or (lse, lse)), *given.read_only(lse)),
+            *(query, *stored, *(scales or (lse, lse)), *given.read_only(lse)),
             *(given.first_slots, given.lengths, scores, averages, lse),
             *(rows, groups, given.scale * LOG2E.value, *query.stride()[:2]),
             *(*key_strides, *coordinate_strides, given.table_row_stride),

@@ -31,7 +31,7 @@ class ClusterConfig:
     members: int  # blocks per cluster, which divide the heads: 1, 2, 4 or 8
     tile: int = 32  # tokens per tile: 32 or 64
     # Tiles in shared memory, 4 to 6 (8 bits: 3 to 6): one that is being scored, one or two whose weights are
-    # exchanged, one that is being added, and the others on their way
+    # exchanged, one that is being added, and the others in flight
     stages: int = 6
     # Tiles by which weights are ahead of sums at most, 2 to 4; there are twice as many buffers of weights
     lead: int = 4
@@ -57,19 +57,19 @@ class ClusterShape:
     def shared_bytes(self) -> int:
         """Shared memory per block."""
         config = self.config
-        own, padded = self.heads // config.members, self.padded_heads
+        heads, padded = self.heads // config.members, self.padded_heads
         weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
-        stage = config.tile * self.boxes * 128 + own * config.tile * 4 + 2 * 8  # with scores and two barriers
-        queries = own * self.head_dim * 4 * (4 if self.offset else 3) + 2 * 8  # given, turned twice, and the offset
-        places, copies = config.stages, 0
+        stage = config.tile * self.boxes * 128 + heads * config.tile * 4 + 2 * 8  # with scores and two barriers
+        queries = heads * self.head_dim * 4 * (4 if self.offset else 3) + 2 * 8  # given, turned twice, and the offset
+        tiles, copies = config.stages, 0
         if self.scaled:
-            places = config.copies or 0
-            boxes = own * self.head_dim // 128 + -(-self.rank_columns // 128)
+            tiles = config.copies or 0
+            boxes = heads * self.head_dim // 128 + -(-self.rank_columns // 128)
             groups = (self.head_dim - 17 + self.rank_columns) // self.head_dim + 1 if self.rank else 0
-            scales = 2 * (own + groups) * config.tile * 4  # of two tiles
-            units = (config.stages + 2) * (own + (self.rank > 0)) * 8
-            copies = places * config.tile * boxes * 128 + scales + units
-        return config.stages * stage + copies + places * 8 + weights + queries
+            scales = 2 * (heads + groups) * config.tile * 4  # of two tiles
+            units = (config.stages + 2) * (heads + (self.rank > 0)) * 8
+            copies = tiles * config.tile * boxes * 128 + scales + units
+        return config.stages * stage + copies + tiles * 8 + weights + queries
 
     @property
     def scaled(self) -> bool:
@@ -116,8 +116,8 @@ class ClusterShape:
             return f"clusters take keys in 8 bits with multiples of 128 columns per member, got {columns}"
         # Each scoring warp has whole tokens, several lanes one of them.
         adders = self.adders
-        tokens, rest = divmod(config.tile * self.head_dim, 512 * 4 * (3 - adders))
-        if config.tile not in (32, 64) or rest or not tokens:
+        tokens, remainder = divmod(config.tile * self.head_dim, 512 * 4 * (3 - adders))
+        if config.tile not in (32, 64) or remainder or not tokens:
             return f"clusters take tiles of 32 or 64 tokens, of 64 for head_dim 64, got {config.tile}"
         least = 3 if self.scaled else 4
         if not least <= config.stages <= 6 or not 2 <= config.lead <= min(4, config.stages):
@@ -153,7 +153,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability()
         torch.cuda.current_stream().synchronize()  # which makes PyTorch's context the current one
-        architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with this architecture's own instructions
+        architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with architecture-specific instructions
         (module,) = _checked(driver.cuModuleLoadData(_compiled(shape.numbers(), architecture)))
         (function,) = _checked(driver.cuModuleGetFunction(module, b"slim_cluster"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

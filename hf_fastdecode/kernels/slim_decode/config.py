@@ -95,14 +95,14 @@ def choose_two_launch_config(
     of a group reads, then cost the least. `dtype` is that of the cached keys.
     """
     padded, width = padded_heads(heads), power_of_two(head_dim)
-    own = max(1, min(power_of_two(heads), _SUMS // (padded * width)))
-    config = TwoLaunchConfig(own, warps=8 if padded * own * width >= _SUMS // 2 else 4)
-    taken = partial(_shared_bytes, width=width, coordinates=rank_block(rank, -(-heads // own)), dtype=dtype)
+    at_once = max(1, min(power_of_two(heads), _SUMS // (padded * width)))
+    config = TwoLaunchConfig(at_once, warps=8 if padded * at_once * width >= _SUMS // 2 else 4)
+    taken = partial(_shared_bytes, width=width, coordinates=rank_block(rank, -(-heads // at_once)), dtype=dtype)
     return fitted(config, taken, shared_memory, ("stages", 2), ("block_t", 16))
 
 
 def padded_heads(heads: int) -> int:
-    """Heads, padded to what matrix units take."""
+    """Heads, padded to a size that matrix units take."""
     return max(16, power_of_two(heads))
 
 

@@ -192,15 +192,18 @@ def _check_scales(keys: Tensor, coordinates: Tensor, head_dim: int, scales: Scal
         return
     if scales is None:
         raise ValueError(f"keys in {keys.dtype} need scales, got None; pass Scales, views after the elements")
-    for name, part, own in (("keys", keys, scales.keys), ("coordinates", coordinates, scales.coordinates)):
+    for name, part, given in (("keys", keys, scales.keys), ("coordinates", coordinates, scales.coordinates)):
         shape = (*part.shape[:2], SCALE_BYTES * -(-part.shape[2] // head_dim))
-        if own.shape != shape or own.dtype != torch.uint8 or own.device != keys.device:
-            wanted, found = f"{list(shape)} uint8 on {keys.device}", f"{list(own.shape)} {own.dtype} on {own.device}"
+        if given.shape != shape or given.dtype != torch.uint8 or given.device != keys.device:
+            wanted, found = (
+                f"{list(shape)} uint8 on {keys.device}",
+                f"{list(given.shape)} {given.dtype} on {given.device}",
+            )
             raise ValueError(f"scales of {name} must be {wanted}, got {found}")
-        if part.numel() and own.stride() != part.stride():
+        if part.numel() and given.stride() != part.stride():
             raise ValueError(
-                f"scales of {name} must have the strides of {name}, {part.stride()}, got {own.stride()}; view both in "
-                "the tensor that holds them"
+                f"scales of {name} must have the strides of {name}, {part.stride()}, got {given.stride()}; view both "
+                "in the tensor that holds them"
             )
 
 

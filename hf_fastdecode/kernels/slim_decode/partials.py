@@ -50,9 +50,9 @@ def pair_columns(pair, HEAD_DIM: tl.constexpr, ROTARY: tl.constexpr, ALIGNED: tl
     low = pair
     high = pair + HEAD_DIM // 2
     if ROTARY != 0 and ROTARY != HEAD_DIM:
-        rest = pair >= ROTARY // 2
-        low = pair + tl.where(rest, ROTARY // 2, 0)
-        high = pair + tl.where(rest, HEAD_DIM // 2, ROTARY // 2)
+        unrotated = pair >= ROTARY // 2
+        low = pair + tl.where(unrotated, ROTARY // 2, 0)
+        high = pair + tl.where(unrotated, HEAD_DIM // 2, ROTARY // 2)
         if ALIGNED:  # both parts begin at multiples of 8
             low = tl.max_contiguous(tl.multiple_of(low, 8), 8)
             high = tl.max_contiguous(tl.multiple_of(high, 8), 8)
@@ -122,7 +122,7 @@ def slim_partials(
     PARTS: tl.constexpr,
     APART: tl.constexpr,
     WIDE: tl.constexpr,
-    SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormal numbers
+    SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormals
     PHASE: tl.constexpr,
     STAGES: tl.constexpr,
     SCALED: tl.constexpr,  # 8 bits with scales
@@ -207,10 +207,10 @@ def slim_partials(
             for tile in tl.range(begin, end, num_stages=STAGES):
                 token = first + tile * BLOCK_T + token_in_tile
                 here = token < limit
-                seen = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
+                valid_keys = here[:, None, None] if EXACT else here[:, None, None] & in_column[None, :, :]
                 at = token.to(tl.int64)[:, None, None] * (key_stride * KEY_UNIT)
-                tile_low = tl.load(row_keys + at + low_column[None, :, :], mask=seen, other=0.0)
-                tile_high = tl.load(row_keys + at + high_column[None, :, :], mask=seen, other=0.0)
+                tile_low = tl.load(row_keys + at + low_column[None, :, :], mask=valid_keys, other=0.0)
+                tile_high = tl.load(row_keys + at + high_column[None, :, :], mask=valid_keys, other=0.0)
                 if SCALED:
                     scales = joined_bytes(scale_low, scale_high)  # [T, OWN]
                     scale_low, scale_high = load_scale_bytes(
@@ -234,13 +234,13 @@ def slim_partials(
                     queries = (query_low[None, :, :], query_high[None, :, :], along[None, :, :], across[None, :, :])
                     products = rotated_scores(tile_low, tile_high, cosines, sines, queries, ROTARY)
                     products = tl.where(here[:, None], products, -float("inf"))
-                    place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                    offset = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
                     sent = (own_head < HEADS)[None, :] & (token_in_tile >= 0)[:, None]
-                    tl.store(scores + place + of_own_heads, products, mask=sent)
+                    tl.store(scores + offset + of_own_heads, products, mask=sent)
                 else:
-                    place = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
+                    offset = (row_start + tile).to(tl.int64) * (BLOCK_H * BLOCK_T)
                     valid = (all_heads < HEADS)[:, None] & (token_in_tile >= 0)[None, :]
-                    found = tl.load(scores + place + of_all_heads, mask=valid, other=-float("inf"))
+                    found = tl.load(scores + offset + of_all_heads, mask=valid, other=-float("inf"))
                     new_row_max = tl.maximum(row_max, tl.max(found, 1))
                     weights = tl.exp2(found - (new_row_max - SHIFT)[:, None])
                     rescale = tl.exp2(row_max - new_row_max)
@@ -256,8 +256,8 @@ def slim_partials(
                         acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, WIDE)
                     if RANK:
                         at = row_coordinates_at + token.to(tl.int64)[:, None] * (coordinate_stride * COORDINATE_UNIT)
-                        seen = here[:, None] & (coordinate < RANK)[None, :]
-                        tile_r = tl.load(coordinates + at + coordinate[None, :], mask=seen, other=0.0)
+                        valid_keys = here[:, None] & (coordinate < RANK)[None, :]
+                        tile_r = tl.load(coordinates + at + coordinate[None, :], mask=valid_keys, other=0.0)
                         if SCALED:
                             scales = joined_bytes(scale_low_r, scale_high_r)  # [T, BLOCKS]
                             scale_low_r, scale_high_r = load_scale_bytes(
@@ -308,11 +308,11 @@ def joined_bytes(low, high):
 
 
 @triton.jit
-def plain_numbers(numbers, FP8: tl.constexpr):
+def plain_numbers(values, FP8: tl.constexpr):
     """Convert loaded int8, or bytes of float8_e4m3fn, to fp32 before their scales."""
     if FP8:
-        numbers = numbers.to(tl.float8e4nv, bitcast=True)
-    return numbers.to(tl.float32)
+        values = values.to(tl.float8e4nv, bitcast=True)
+    return values.to(tl.float32)
 
 
 @triton.jit
@@ -327,10 +327,10 @@ def tile_unit(scales):
 
 
 @triton.jit
-def scale_blocks(numbers, scales, T: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
+def scale_blocks(values, scales, T: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
     """Multiply elements ``[T, BLOCKS * COLUMNS]`` by the scales ``[T, BLOCKS]`` of each block of columns."""
-    numbers = tl.reshape(numbers, [T, BLOCKS, COLUMNS]) * scales[:, :, None]
-    return tl.reshape(numbers, [T, BLOCKS * COLUMNS])
+    values = tl.reshape(values, [T, BLOCKS, COLUMNS]) * scales[:, :, None]
+    return tl.reshape(values, [T, BLOCKS * COLUMNS])
 
 
 @triton.jit

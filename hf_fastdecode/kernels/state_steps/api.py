@@ -33,7 +33,7 @@ MOST_WIDTH = 256
 """Elements of a key of `delta_rule`, or of an input of `scan`, which a program holds whole."""
 
 _CHANNELS = 256  # of a program of `convolve`
-_NUMBERS = 4096  # of a state, of a program
+_ELEMENTS = 4096  # of a state, of a program
 
 
 def convolve(x: Tensor, states: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
@@ -94,8 +94,8 @@ def delta_rule(
     strides = *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], decay.stride(0), beta.stride(0)
     sizes = {"HEADS": heads, "GROUP": heads // key_heads, "K": key_dim, "V": value_dim}
     constants = sizes | {"BLOCK_K": block_k, "BLOCK_V": block_v, "PROJECTED": gates is not None}
-    numbers = *strides, key_dim**-0.5, L2_EPS
-    return _launched("delta_rule", value.shape, block_v, tensors, numbers, **constants)
+    scalars = *strides, key_dim**-0.5, L2_EPS
+    return _launched("delta_rule", value.shape, block_v, tensors, scalars, **constants)
 
 
 def scan(
@@ -146,7 +146,7 @@ def _launched(
     shape: Sequence[int],
     block: int,
     tensors: tuple[Tensor | None, ...],
-    numbers: tuple[float, ...],
+    scalars: tuple[float, ...],
     **constants: int,
 ) -> Tensor:
     """The output of a kernel: ``shape``, in the dtype of the first tensor; a program writes `block` elements of a row.
@@ -154,18 +154,18 @@ def _launched(
     Args:
         name: The kernel's name in ``kernel.py``.
         tensors: Arguments before the output.
-        numbers: Arguments after it.
+        scalars: Arguments after it.
     """
     first = tensors[0]
     assert first is not None
     out = torch.empty(shape, dtype=first.dtype, device=first.device)
     *outer, width = shape
     grid, constants = (prod(outer) * -(-width // block),), constants | overlap_options(out.device)
-    launch_named(Kernel.STATES, f"state_steps.kernel.{name}", out.device, grid, *tensors, out, *numbers, **constants)
+    launch_named(Kernel.STATES, f"state_steps.kernel.{name}", out.device, grid, *tensors, out, *scalars, **constants)
     return out
 
 
 def _blocks(held: int, cut: int) -> tuple[int, int]:
     """Sizes of a program's block of a state ``[held, cut]``, or of its transpose: all of `held`, some of `cut`."""
     block = power_of_two(held)
-    return block, min(power_of_two(cut), _NUMBERS // block)
+    return block, min(power_of_two(cut), _ELEMENTS // block)

@@ -40,14 +40,14 @@ def convolve(
     if BIASED:
         total += tl.load(bias + channel, mask=kept, other=0.0).to(tl.float32)
     FIRST: tl.constexpr = LENGTH + 1 - TAPS
-    for place in tl.static_range(LENGTH + 1):
+    for index in tl.static_range(LENGTH + 1):
         number = new
-        if place < LENGTH:
-            number = tl.load(state + place, mask=kept, other=0.0)
-        if place > 0:
-            tl.store(state + place - 1, number, mask=kept)
-        if place >= FIRST:
-            factor = tl.load(weight + channel * TAPS + place - FIRST, mask=kept, other=0.0).to(tl.float32)
+        if index < LENGTH:
+            number = tl.load(state + index, mask=kept, other=0.0)
+        if index > 0:
+            tl.store(state + index - 1, number, mask=kept)
+        if index >= FIRST:
+            factor = tl.load(weight + channel * TAPS + index - FIRST, mask=kept, other=0.0).to(tl.float32)
             total += factor * number.to(tl.float32)
     total = total.to(dtype)
     if SILU:
@@ -92,8 +92,8 @@ def delta_rule(
     along_k, along_v = tl.arange(0, BLOCK_K), block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = along_k < K, along_v < V
     kept = in_k[:, None] & in_v[None, :]
-    places = states + ((row * HEADS + head) * K + along_k)[:, None] * V + along_v[None, :]
-    state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
+    pointers = states + ((row * HEADS + head) * K + along_k)[:, None] * V + along_v[None, :]
+    state = tl.load(pointers, mask=kept, other=0.0).to(tl.float32)
     follow_previous(PDL)
     shared = head // GROUP
     query = tl.load(queries + row * query_row_stride + shared * query_head_stride + along_k, mask=in_k, other=0.0)
@@ -111,7 +111,7 @@ def delta_rule(
     state = state * tl.exp(decay)
     remembered = tl.sum(state * key[:, None], 0)
     state += key[:, None] * ((value - remembered) * beta)[None, :]
-    tl.store(places, state.to(states.dtype.element_ty), mask=kept)
+    tl.store(pointers, state.to(states.dtype.element_ty), mask=kept)
     found = tl.sum(state * query[:, None], 0)
     tl.store(out + (row * HEADS + head) * V + along_v, found.to(out.dtype.element_ty), mask=in_v)
 
@@ -149,8 +149,8 @@ def scan(
     along_w, along_s = block * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_S)
     in_w, in_s = along_w < WIDTH, along_s < SIZE
     kept = in_w[:, None] & in_s[None, :]
-    places = states + ((row * HEADS + head) * WIDTH + along_w)[:, None] * SIZE + along_s[None, :]
-    state = tl.load(places, mask=kept, other=0.0).to(tl.float32)
+    pointers = states + ((row * HEADS + head) * WIDTH + along_w)[:, None] * SIZE + along_s[None, :]
+    state = tl.load(pointers, mask=kept, other=0.0).to(tl.float32)
     follow_previous(PDL)
     number = tl.load(x + row * x_row_stride + head * x_head_stride + along_w, mask=in_w, other=0.0).to(tl.float32)
     shared = head // GROUP
@@ -161,7 +161,7 @@ def scan(
     step = softplus(step)
     rate, skip = tl.load(rates + head).to(tl.float32), tl.load(skips + head).to(tl.float32)
     state = state * tl.exp(step * rate) + (step * number)[:, None] * given.to(tl.float32)[None, :]
-    tl.store(places, state.to(states.dtype.element_ty), mask=kept)
+    tl.store(pointers, state.to(states.dtype.element_ty), mask=kept)
     found = tl.sum(state * read.to(tl.float32)[None, :], 1) + skip * number
     tl.store(out + (row * HEADS + head) * WIDTH + along_w, found.to(out.dtype.element_ty), mask=in_w)
 

@@ -1,4 +1,4 @@
-"""The operators of this folder in PyTorch, which return new states; exact ones of fp64 numbers."""
+"""The operators of this folder in PyTorch, which return new states; exact in fp64."""
 
 from __future__ import annotations
 

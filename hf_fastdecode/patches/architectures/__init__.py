@@ -43,6 +43,6 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
 
 
 def register_own_attention() -> None:
-    """Register all of them; once per process."""
+    """Register all overrides; once per process."""
     for name, code in OWN_ATTENTION.items():
         register(name, code)

@@ -1,6 +1,6 @@
 """BLOOM, MPT, Falcon and Doge: scores with a bias that depends on the key, cached as further elements of keys.
 
-Attention operators need no bias of their own then. A bias of each key, such as a gate, is three numbers of half
+Attention operators then need no support for biases. A bias of each key, such as a gate, is three elements of half
 precision, which have the 24 bits of fp32; queries have a one for each.
 
 ALiBi (Press et al. 2022) adds ``slope * (key's position - query's)`` to each score, a slope per head. With
@@ -58,8 +58,8 @@ def _digits(of: Tensor, positions: Tensor) -> Tensor:
 
 
 def _with_pairs(first: Tensor, second: Tensor, of: Tensor) -> Tensor:
-    numbers = torch.stack([first, second], -1).flatten(-2)
-    return torch.cat([F.pad(numbers, (0, WIDTH - numbers.shape[-1])), of], -1)
+    elements = torch.stack([first, second], -1).flatten(-2)
+    return torch.cat([F.pad(elements, (0, WIDTH - elements.shape[-1])), of], -1)
 
 
 def with_key_bias(keys: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -85,13 +85,13 @@ def _slope_parts(slopes: tuple[float, ...], scale: float, dtype: torch.dtype, de
         return torch.stack([number for part in parts for number in (_LOW * part, part)], -1).to(dtype).to(device)
 
 
-def _parts(numbers: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Numbers of half precision, in the dtype of `numbers`, that add up to them."""
+def _parts(values: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Split `values` into `_PARTS` summands that half precision holds exactly, in the dtype of `values`."""
     half = torch.bfloat16 if dtype.itemsize > 2 else dtype  # tensor cores round fp32 to 11 bits where that is on
     parts: list[Tensor] = []
     for _ in range(_PARTS):
-        parts.append(numbers.to(half).to(numbers.dtype))
-        numbers = numbers - parts[-1]
+        parts.append(values.to(half).to(values.dtype))
+        values = values - parts[-1]
     return parts
 
 
@@ -120,7 +120,7 @@ def attend_bloom(
 
 @cache
 def bloom_slopes(heads: int) -> tuple[float, ...]:
-    """The slope of each head: a geometric series, and for other numbers than powers of two, more between them."""
+    """The slope of each head: a geometric series, and for head counts other than powers of two, more between them."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (index + 1) / power) for index in range(power)]
     return (*slopes, *(2 ** (-4 * (2 * index + 1) / power) for index in range(heads - power)))
@@ -272,4 +272,4 @@ BIASED_KEYS = {
         widths=biased_widths,
     ),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

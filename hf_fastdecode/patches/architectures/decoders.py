@@ -263,4 +263,4 @@ DECODERS = {
         counts_padding=True,
     ),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

@@ -1,8 +1,8 @@
 """Decoders of encoder-decoders, and others of their shape: attention code, and positions by the cache's length.
 
 Learned or sinusoidal positions of BART's family begin at the length of the cache, so that those of a prompt count its
-padding, and those of a step would be constants in a captured graph. Some of its classes compute attention by their own
-code; the others lack the flag that says that it may be replaced.
+padding, and those of a step would be constants in a captured graph. Some of its classes attend by
+themselves; the others lack the flag that says that it may be replaced.
 
 Sinusoidal positions of M2M-100, NLLB, SeamlessM4T, Speech2Text and SpeechT5 follow from a decoder's ids, counted from
 the cache's length, a tensor in a captured step. The classes' code asks on the host whether its table is long enough.
@@ -10,7 +10,7 @@ So the table is chosen once for each capture, by the longest row that its steps 
 where the class lets its table grow. Rows that outgrow the others run eagerly, until they end or fail as in stock.
 
 T5 and its relatives have biases by distance, which their attention makes over all slots of the cache. They are made
-once per distance here, by the module's own code, and added to the scores of self-attention in fp32; those of
+once per distance here, by the module's code, and added to the scores of self-attention in fp32; those of
 cross-attention are zeros.
 """
 
@@ -77,8 +77,8 @@ def embed_slots(module: Any, shape: torch.Size, *args: Any, **kwargs: Any) -> Te
 def embed_positions(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Overrides `forward` of the positions' embeddings: ``[rows or 1, tokens, width]``."""
     if (positions := given_positions()) is None:  # of an encoder-decoder's pass, which counts from the cache's length
-        own: Tensor = type(module).forward(module, *args, **kwargs)
-        return own
+        stock_positions: Tensor = type(module).forward(module, *args, **kwargs)
+        return stock_positions
     return F.embedding(positions + getattr(module, "offset", 0), module.weight)
 
 
@@ -92,7 +92,7 @@ def attend_bart(
     attn_prompt: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Overrides `forward` of attention layers with code of their own."""
+    """Overrides `forward` of attention layers that attend by themselves."""
     if attn_prompt is not None:
         raise Unsupported("its layers have keys and values of trained prompts")
     if isinstance(cache, EncoderDecoderCache):
@@ -103,8 +103,7 @@ def attend_bart(
 
 
 def _bart(positions: str, attention: str | None = None) -> OwnCode:
-    """The entry of a decoder, by its classes of positions' embeddings and, of those with code of their own, of
-    attention."""
+    """The entry of a decoder, by its classes of position embeddings and, where it attends by itself, of attention."""
     overrides: dict[str, dict[str, Method]] = {positions: {"forward": embed_positions}}
     if attention is not None:
         overrides[attention] = {"forward": attend_bart}
@@ -119,10 +118,10 @@ def embed_sinusoidal(table_for: Callable[[Any, int], Tensor], module: Any, *args
     """
     length = kwargs.get(CACHE_LENGTH, args[-1])
     if not isinstance(length, Tensor):  # in a pass over prompts
-        own: Tensor = type(module).forward(module, *args, **kwargs)
+        stock_positions: Tensor = type(module).forward(module, *args, **kwargs)
         # The graph reads that table, in whose place an eager pass of another thread may put a longer one.
         kept_for_capture((id(module), "prompts"), partial(own_table, module))
-        return own
+        return stock_positions
     table = kept_for_capture(id(module), partial(table_for, module))
     if outgrows(most := len(table) - module.padding_idx - 1):
         raise Unsupported(f"rows may outgrow its table of positions, which is for {most} tokens and does not grow")
@@ -178,7 +177,7 @@ def attend_umt5(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Overrides `UMT5Attention.forward`, where each layer has biases of its own."""
+    """Overrides `UMT5Attention.forward`, where each layer has other biases."""
     if encoder_hidden_states is not None:
         return _t5_cross(module, hidden_states, encoder_hidden_states, cache, attention_mask), None
     return _t5_self(module, hidden_states, cache, biases_by_distance(module)), None
@@ -246,4 +245,4 @@ ENCODER_DECODERS = {
     "whisper": _bart("WhisperPositionalEmbedding"),
     "xglm": OwnCode({"XGLMAttention": {"forward": attend_bart}}, reads_masks=True),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

@@ -39,24 +39,24 @@ class _OfLatents(SharedKV):
         plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
         absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
         absorbed = torch.cat([absorbed.unflatten(1, (rows, queries)).transpose(0, 1), rotated], -1)
-        nodes, own = self._kv.expanded, None
+        nodes, stored = self._kv.expanded, None
         if nodes is None:
             mean = self._kv.attend(absorbed, scoring)  # [rows, queries, heads, latent]
         else:
-            own = self._kv.attend_as_stored(absorbed, scoring)
-            mean = own.out.transpose(1, 2)
+            stored = self._kv.attend_as_stored(absorbed, scoring)
+            mean = stored.out.transpose(1, 2)
         out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
         out = out.transpose(0, 1)
         moved: Tensor | float = 0.0
         if bias is not None:  # of keys, it moves all scores of a query alike, which changes none of its weights
             of_keys, of_values = bias.unflatten(0, (-1, sum(widths))).split(widths, 1)
             out = out + of_values
-            if own is not None:  # but those of expanded nodes have it
+            if stored is not None:  # but those of expanded nodes have it
                 moved = scoring.scale * (plain.float() @ of_keys.float()[..., None])[..., 0]
         out = out.unflatten(0, (rows, queries))
-        if nodes is None or own is None:
+        if nodes is None or stored is None:
             return out
-        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), own.lse + moved)).transpose(1, 2)
+        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), stored.lse + moved)).transpose(1, 2)
 
 
 def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -97,4 +97,4 @@ LATENT_ATTENTION = {
         "youtu": "YoutuAttention",
     }.items()
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

@@ -21,7 +21,7 @@ from ..slim_configs import SlimCodeGenConfig
 
 
 class _Attention(SlimAttention):
-    """Before transformers 5.24, CodeGen's blocks do not pass on `ROTATION`, so each layer makes its own."""
+    """Before transformers 5.24, CodeGen's blocks do not pass on `ROTATION`, so each layer makes one."""
 
     values_from = "qkv_proj"
     output_projection = "out_proj"
@@ -106,7 +106,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, positions: Tensor, tables: Any) 
     mask = torch.full((1, 1, tokens, tokens), torch.finfo(hidden.dtype).min).triu(1)
     if not CODEGEN_MAKES_TABLES_ONCE:
         return layer(hidden, position_ids=positions, attention_mask=mask)[0]
-    cos, sin = (table[..., ::2] for table in tables)  # an entry per pair, in CodeGen's own order
+    cos, sin = (table[..., ::2] for table in tables)  # an entry per pair, in CodeGen's order
     return layer(hidden, position_ids=positions, position_embeddings=(sin, cos), attention_mask=mask)
 
 

@@ -1,6 +1,6 @@
-"""Llama with slim attention: layers that cache keys and V-coordinates, in the place of keys and values.
+"""Llama with slim attention: layers that cache keys and V-coordinates instead of keys and values.
 
-A model type of its own, rather than a patch of Llama: a checkpoint without value projections must not load into
+A separate model type, rather than a patch of Llama: a checkpoint without value projections must not load into
 classes that would draw them at random. Any cache of transformers serves, as its keys and values.
 """
 

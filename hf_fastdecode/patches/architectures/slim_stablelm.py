@@ -1,4 +1,4 @@
-"""StableLM with slim attention: partial RoPE, and a QK-norm of its own for each head where there is one."""
+"""StableLM with slim attention: partial RoPE, and a QK-norm per head where there is one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..slim_configs import SlimStableLmConfig
 
 
 class _Attention(SlimAttention):
-    """Each head of queries and keys has a norm of its own, computed in fp32."""
+    """Each head of queries and keys has a norm, computed in fp32."""
 
     norms = ("q_layernorm", "k_layernorm")
 

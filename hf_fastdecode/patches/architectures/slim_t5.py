@@ -52,12 +52,12 @@ class _Attention(SlimDecoderAttention):
             out, _ = self.attend(hidden_states, key_value_states, cache, mask, position_bias)
             return out, position_bias, None
         if not self.cross:
-            queries, seen, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
+            queries, cached, tokens = hidden_states.shape[1], 0, hidden_states.shape[1]
             if cache is not None:
-                seen = cache.get_seq_length(self.layer_idx)
+                cached = cache.get_seq_length(self.layer_idx)
                 tokens, _ = cache.get_mask_sizes(queries, self.layer_idx)
             if position_bias is None:
-                position_bias = self.compute_bias(queries, tokens, hidden_states.device, seen)
+                position_bias = self.compute_bias(queries, tokens, hidden_states.device, cached)
             mask = biased_mask(mask, position_bias)
         out, weights = self.attend(hidden_states, key_value_states, cache, mask)
         return out, position_bias, weights

@@ -88,12 +88,12 @@ def run_xlstm(module: Any, input_ids: Any = None, inputs_embeds: Any = None, **k
     embeddings = module.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
     if shared.layers[0].kept_states is None:
         make = sys.modules[type(module).__module__].xLSTMCache
-        own = make(module.config, len(embeddings), dtype=embeddings.dtype, device=embeddings.device)
+        stock_cache = make(module.config, len(embeddings), dtype=embeddings.dtype, device=embeddings.device)
     else:
         states = {index: layer.kept_states for index, layer in enumerate(shared.layers)}
-        own = SimpleNamespace(rnn_state=states, seqlen_offset=0)
-    output = type(module).forward(module, inputs_embeds=embeddings, **with_cache(kwargs, own))
-    for layer, states in zip(shared.layers, own.rnn_state.values(), strict=True):
+        stock_cache = SimpleNamespace(rnn_state=states, seqlen_offset=0)
+    output = type(module).forward(module, inputs_embeds=embeddings, **with_cache(kwargs, stock_cache))
+    for layer, states in zip(shared.layers, stock_cache.rnn_state.values(), strict=True):
         layer.keep_states(states)
     output[CACHE] = shared
     return output
@@ -107,4 +107,4 @@ STATES = {
     "recurrent_gemma": OwnCode({"RecurrentGemmaModel": {"forward": run_recurrent_gemma}}, states=OwnStates(2)),
     "xlstm": OwnCode({"xLSTMModel": {"forward": run_xlstm}}, states=OwnStates(3, beams=False)),
 }
-"""By folder of ``transformers.models``."""
+"""Overrides by folder of ``transformers.models``."""

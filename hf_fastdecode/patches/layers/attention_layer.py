@@ -43,11 +43,11 @@ from .slim_tokens import CachedTokens, SlimTokens
 
 
 class SlimAttention(SlimTokens):
-    """Attention that caches keys from before QK-norm, and V-coordinates, in the place of keys and values.
+    """Attention that caches keys from before QK-norm, and V-coordinates instead of keys and values.
 
     Keys are cached before RoPE, or after it, beside their positions (`SlimConfig.slim_rope`). Without norm and RoPE,
     plan ``x`` caches the layer's inputs instead, with all weights as in the ordinary layer. Precedes an architecture's
-    own class among base classes, of which it keeps output projection, dropouts and scale; the plan is not ``kv``.
+    class among base classes, of which it keeps output projection, dropouts and scale; the plan is not ``kv``.
 
     Attributes:
         values_from: Name of the ordinary layer's value projection. If it is fused with those of queries and keys, the
@@ -129,7 +129,7 @@ class SlimAttention(SlimTokens):
     def _update(
         self, cache: Any, exact: tuple[Tensor, Tensor], dtype: torch.dtype, rotation: Rotation | None
     ) -> Segment:
-        """Add tokens to one of transformers' caches, or to None, and return all of them as they are cached."""
+        """Append tokens to a cache of transformers, if there is one, and return all cached tokens."""
         with no_autocast(exact[0].device):  # which does not concatenate fp16
             new = self.stored(*exact, dtype, rotation)
             if cache is None:
@@ -250,7 +250,7 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
     keys, coordinates = (part[:, :, :longest] for part in kv.suffix)
     if tables is not None:  # longer than needed, where only the device knew the lengths
         tables = tables[0][:, :longest], tables[1][:, :longest]
-    seen = kv.seen_by(query.shape[2]).to(query.device)
+    visible = kv.seen_by(query.shape[2]).to(query.device)
     slot = torch.arange(longest, device=query.device)
     if shortest < longest:  # slots after a suffix are undefined, and 0 * NaN is NaN
         lengths = torch.tensor(kv.lengths(), device=query.device)
@@ -258,7 +258,7 @@ def _suffix_partial(layer: SlimTokens, query: Tensor, kv: ForestKV, tables: Tabl
         keys, coordinates = keys.where(used, 0), coordinates.where(used, 0)
     tokens = layer.read(keys, coordinates, tables)
     scores = attention_scores(*layer.score_operands(query, tokens), layer.scaling)
-    scores = scores.masked_fill(slot >= seen[:, None, :, None], -torch.inf)
+    scores = scores.masked_fill(slot >= visible[:, None, :, None], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp_min(torch.finfo(lse.dtype).min)[..., None]).exp()  # of a query without a token, 0
     return Partial(layer.values.averaged(weights, tokens.keys, tokens.coordinates), lse)

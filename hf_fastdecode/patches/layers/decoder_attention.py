@@ -1,6 +1,6 @@
 """Self-attention and cross-attention of slim decoders with an encoder (Slim attention, section 7).
 
-Each of a layer's two attentions has a plan of its own:
+Each of a layer's two attentions has a plan:
 
 | plan | attention | cached per token |
 |---|---|---|
@@ -37,7 +37,7 @@ from .slim_tokens import CachedTokens, SlimTokens
 class SlimDecoderAttention(SlimTokens):
     """Self-attention or cross-attention of a decoder, without RoPE, that does not cache keys and values.
 
-    Precedes an architecture's own class among base classes, of which it keeps the projections of queries and of the
+    Precedes an architecture's class among base classes, of which it keeps the projections of queries and of the
     output, biases of positions, dropout and scale. With plans ``x`` and ``e`` all weights are the ordinary layer's.
     `output_projection` is the name of that of the output.
     """

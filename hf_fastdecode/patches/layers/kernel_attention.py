@@ -1,6 +1,6 @@
 """Attention of slim layers by kernels: `slim_decode` averages cached keys without copies of them.
 
-It reads the suffixes of a shared-context cache, and all tokens of transformers' own caches.
+It reads the suffixes of a shared-context cache, and all tokens of transformers' caches.
 
 Captured steps have few launches, where kernels serve the projections too. Queries and keys are one product of the
 layer's inputs, in fp32, and V-coordinates another, a parallel branch of the graph. One launch rotates the queries and
@@ -36,7 +36,7 @@ from .slim_tokens import SlimTokens
 
 
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:
-    """Views of what is cached as `slim_decode` takes it: keys, V-coordinates, and scales if it is in 8 bits."""
+    """Views of cached tokens for `slim_decode`: keys, V-coordinates, and scales if it is in 8 bits."""
     keys, coordinates = (part[:, 0] for part in stored)
     dtype = cache_dtype(layer.k_proj.weight.dtype, layer.layer)
     if dtype not in EIGHT_BITS:
@@ -112,7 +112,7 @@ def partial_of(layer: SlimTokens, averages: tuple[Tensor, Tensor, Tensor]) -> Pa
     return Partial(out, lse[..., None])
 
 
-class SeenSlots(NamedTuple):
+class VisibleSlots(NamedTuple):
     """Slots that the query of each row sees, ``[rows]`` int32 on the device: from `starts`, or 0, up to `lengths`."""
 
     starts: Tensor | None
@@ -135,33 +135,33 @@ def cached_attention(
     if (layer.config.rotary and tables is None) or kernel_refusal(layer, query, cached) is not None:
         return None
     rows, slots = cached.keys.shape[0], cached.keys.shape[2]
-    if (seen := _seen_slots(mask, rows, slots, query.device)) is None:
+    if (visible := _visible_slots(mask, rows, slots, query.device)) is None:
         return None
     try:
-        averages = averages_by_kernel(layer, query, cached, seen.lengths, tables, seen.starts)
+        averages = averages_by_kernel(layer, query, cached, visible.lengths, tables, visible.starts)
     except KernelFailedError:  # from now on a reason
         return None
     return partial_of(layer, averages).out
 
 
-_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Version of each mask in use, and the `_seen_slots` in it: all layers of a pass have one mask."""
+_visible: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""Version of each mask in use, and the `_visible_slots` in it: all layers of a pass have one mask."""
 
 
-def _seen_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device) -> SeenSlots | None:
+def _visible_slots(mask: Tensor | None, rows: int, slots: int, device: torch.device) -> VisibleSlots | None:
     """Slots that one query per row sees; None where a mask adds to scores, or a row sees none or with gaps."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if mask is None:
         all_slots = _all_slots.__wrapped__ if capturing else _all_slots
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return SeenSlots(None, all_slots(rows, slots, device, stream))
+        return VisibleSlots(None, all_slots(rows, slots, device, stream))
     if mask.dtype != torch.bool or capturing or mask.dim() != 4 or mask.shape[1:] != (1, 1, slots):
         return None  # while a graph is captured, the host cannot look at a mask
     version = None if mask.is_inference() else mask._version  # inference tensors have none, and may be changed
-    known, found = _seen.get(mask, (None, None))
+    known, found = _visible.get(mask, (None, None))
     if version is None or known != version:
         found = _range_of(mask[:, 0, 0].expand(rows, -1))
-        _seen[mask] = version, found
+        _visible[mask] = version, found
     return found
 
 
@@ -170,13 +170,13 @@ def _all_slots(rows: int, slots: int, device: torch.device, stream: int) -> Tens
     return torch.full((rows,), slots, dtype=torch.int32, device=device)
 
 
-def _range_of(seen: Tensor) -> SeenSlots | None:
+def _range_of(visible: Tensor) -> VisibleSlots | None:
     """The range of True in each row ``[rows, slots]``; None where one has none or several."""
-    first = seen.byte().argmax(-1)
-    end = seen.shape[1] - seen.flip(-1).byte().argmax(-1)
-    if not bool((seen.sum(-1) == end - first).all()):  # a row without any has all slots from first to end
+    first = visible.byte().argmax(-1)
+    end = visible.shape[1] - visible.flip(-1).byte().argmax(-1)
+    if not bool((visible.sum(-1) == end - first).all()):  # a row without any has all slots from first to end
         return None
-    return SeenSlots(first.int(), end.int())
+    return VisibleSlots(first.int(), end.int())
 
 
 _ARRIVED = "arrival counters"
@@ -225,7 +225,7 @@ def _branch_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
-    """Yield a context whose launches may run beside all others; they are joined at the end, and in errors.
+    """Context whose launches may run beside all others; they are joined at its end, and in errors.
 
     Memory that is allocated in the branch is reused only there, after all earlier work of the current stream.
     """

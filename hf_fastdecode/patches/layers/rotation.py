@@ -51,7 +51,7 @@ def forest_rotation(
 ) -> Rotation:
     """Tables for a pass over a shared-context cache, by `tables` of positions ``[rows or 1, tokens]``.
 
-    Prefill rotates the keys of its own tokens, a step those of suffixes. Scores depend on differences of positions
+    Prefill rotates the keys of its tokens, a step those of suffixes. Scores depend on differences of positions
     only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
     after RoPE (`unrotates`) hold their positions.
 
@@ -175,5 +175,5 @@ def require_counted(position_ids: Tensor, visible: Tensor | None) -> None:
     if bool(skips.any()):
         raise ValueError(
             "a slim model counts the positions of cached tokens from the attention mask, so position_ids must rise by "
-            "1 from token to token, and these do not; pass sequences as rows of their own, or use_cache=False"
+            "1 from token to token, and these do not; pass sequences as separate rows, or use_cache=False"
         )

@@ -1,4 +1,4 @@
-"""Attention over what a slim layer caches, in PyTorch's operators, with softmax sparsity where a config asks for it.
+"""Attention over a slim layer's cache, in PyTorch's operators, with softmax sparsity where a config asks for it.
 
 Sparsity (Slim attention, section 3): tokens whose attention weight is below a threshold add nothing, and the other
 weights are not renormalised. PyTorch's operators multiply zeros as any number, so it saves no time; it shows what a

@@ -1,4 +1,4 @@
-"""Keys and values of what slim layers cache."""
+"""Keys and values from the cached tokens of slim layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CachedTokens(NamedTuple):
 
 
 class SlimTokens(nn.Module):
-    """Base class of slim attention layers: what they cache, and the keys and values that follow from it.
+    """Base class of slim attention layers: their cached tokens, and the keys and values computed from them.
 
     With plans ``x`` and ``e`` inputs ``[rows, 1, tokens, d]`` are in the place of keys, beside V-coordinates of width
     0; such layers have neither norm nor RoPE.
@@ -129,8 +129,8 @@ class SlimTokens(nn.Module):
         tables = self.tables(positions)
         rotated = self._heads(keys[:, 0].to(wide(keys.dtype)))
         plain = self._joined(unrotate(rotated, tables, interleaved=self.interleaved))
-        numbers = load(coordinates, dtype, self.head_dim)
-        return CachedTokens(plain, numbers, tables, None if self.normalizes else rotated)
+        decoded = load(coordinates, dtype, self.head_dim)
+        return CachedTokens(plain, decoded, tables, None if self.normalizes else rotated)
 
     @property
     def normalizes(self) -> bool:

@@ -15,14 +15,14 @@ from ...attention.overrides import no_autocast
 from ...kernels.failures import Kernel, KernelFailedError, failure
 
 _REMAINDER = 2.0**11
-"""Factor on the remainder of rounding to fp16, which keeps it among fp16's normal numbers."""
+"""Factor on the remainder of rounding to fp16, which keeps it among fp16's normal values."""
 
 
 class Product(NamedTuple):
     """Operands of a product with a stored matrix.
 
     Attributes:
-        factor: ``[..., width]``; ``[batch, heads, queries, width]`` where heads have their own columns.
+        factor: ``[..., width]``; ``[batch, heads, queries, width]`` where heads have separate columns.
         matrix: ``[width, columns]``.
         scales: ``[columns]`` fp32: the matrix is ``matrix * scales``.
     """
@@ -101,7 +101,7 @@ def _products(
     return total if constant is None else total + constant
 
 
-# An operator of its own, because torch.compile keeps fp32 where code rounds to fp16: a factor less its rounded self
+# A separate operator, because torch.compile keeps fp32 where code rounds to fp16: a factor less its rounded self
 # would be 0.
 _stored_products = torch.library.custom_op(
     "hf_fastdecode::stored_products",

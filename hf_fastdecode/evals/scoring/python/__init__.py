@@ -240,7 +240,7 @@ def leaves_check_uncalled(trees: Sequence[ast.Module]) -> bool:
 
 
 def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: bool) -> str:
-    """Say why some tests would never run; empty where no reason is found."""
+    """The reason why some tests would never run; empty where none is found."""
     sources = [list(_run(tree.body)) for tree in trees]
     found = [node for nodes in (*sources, _run(setup.body)) for node in nodes if isinstance(node, _FUNCTIONS)]
     checks = [node for node in found if calls_check and node.name == "check"]
@@ -249,7 +249,7 @@ def unrun_tests(trees: Sequence[ast.Module], setup: ast.Module, calls_check: boo
     sources += [list(_run(check.body)) for check in checks]
     if unused := _unused(sources, [*trees, setup], {"check"} if calls_check else set()):
         return f"define {unused} and never call it; programs that fail it would pass"
-    if not any(map(_can_fail, sources)) and (checks or not calls_check):  # else `check` is no function that is seen
+    if not any(map(_can_fail, sources)) and (checks or not calls_check):  # else no function `check` is found
         return "run nothing that could fail; every program would pass"
     return ""
 
@@ -339,11 +339,11 @@ _CHANGES: Final = frozenset("append extend insert remove pop clear add update di
 
 
 def doubt(nodes: Iterable[ast.AST]) -> str:
-    """Say why tests that fail might pass in the program's own process; empty where nothing is known."""
+    """Say why tests that fail might pass in the program's process; empty where nothing is known."""
     for node in nodes:
         named = _named(node)
         if named in _OUT_OF_REACH or (isinstance(node, ast.Name) and named in ("id", "open")):
-            return f"the tests use {named}, which reaches only their own process"
+            return f"the tests use {named}, which reaches only the tests' process"
         if named in ("assertIs", "assertIsNot") or (isinstance(node, ast.Compare) and _compares_identity(node)):
             return "the tests ask whether two are one object, and may hold copies of it"
     return ""

@@ -1,4 +1,4 @@
-"""Runs a program in its sandbox and answers calls to what it defines; the tests are not here.
+"""Runs a program in its sandbox and answers calls to its definitions; the tests run elsewhere.
 
 Messages are read from the standard input and written to the standard output as they were at the start. The first one
 is the program, the others are requests of `remote`. No answer of this process is trusted: the program shares it.
@@ -43,18 +43,18 @@ def described(kind: Any, number_of: Any) -> list[Any]:
         bases = [builtin_name(base) or number_of(base) for base in kind.__bases__ if issubclass(base, BaseException)]
         known = of_library and module.partition(".")[0] not in _OWN_TESTS
         return ["exception", str(kind.__qualname__), bases, module if known else ""]
-    methods = {name: own for name in SPECIALS if (own := _own_method(kind, name)) is not None}
+    methods = {name: method for name in SPECIALS if (method := _own_method(kind, name)) is not None}
     builtin = "type" if issubclass(kind, type) else str(kind.__name__) if module == "builtins" else ""
     is_method = builtin in ("method", "builtin_function_or_method")
-    files = {name: getattr(getattr(own, "__code__", None), "co_filename", "") for name, own in methods.items()}
+    files = {name: getattr(getattr(method, "__code__", None), "co_filename", "") for name, method in methods.items()}
     # The latter are made by `dataclasses`.
     narrow = [name for name in COMPARISONS if name in methods and (is_method or files[name] == "<string>")]
     return ["object", str(kind.__name__), list(methods), narrow, builtin]
 
 
 def _own_method(kind: Any, name: str) -> Any:
-    own = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    return None if own is vars(object).get(name) else own
+    method = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+    return None if method is vars(object).get(name) else method
 
 
 def may_have_plain_instances(kind: Any) -> bool:

@@ -12,7 +12,7 @@ content in bytes (`_SIZED`, and ``n``, a builtin by its name), or how many value
 
 Or it is itself the value: ``H``, the number of a handle, and ``A``, one of `known`.
 
-A subclass of one of these travels as that one, so no behaviour of a program's own classes reaches the reader. All else
+A subclass of one of these travels as that one, so no behaviour of a program's classes reaches the reader. All else
 travels as a handle, which only the process that made it can open. Containers that hold themselves are refused.
 """
 
@@ -101,7 +101,7 @@ def value_type(kind: type) -> str:
 
 
 def is_named_tuple(kind: type) -> bool:
-    """Whether a class is a named tuple without methods or operators of its own."""
+    """Whether a class is a named tuple that adds no methods or operators."""
     fields = getattr(kind, "_fields", None)
     if kind.__bases__ != (tuple,) or type(fields) is not tuple or "_make" not in vars(kind):
         return False
@@ -154,7 +154,7 @@ def content_of(part: Any) -> Any:
 
 
 def refill(part: Any, content: Any) -> None:
-    """Have a container of `mutable_parts` hold what `content_of` gave of another."""
+    """Fill a container of `mutable_parts` with the `content_of` another."""
     part.clear()
     if isinstance(part, (dict, set)):
         part.update(content)
@@ -180,11 +180,11 @@ SAFE_NAMES: frozenset[str] = frozenset(
     | {"Ellipsis", "NotImplemented"}
 ) - {"AssertionError", "Exception"}
 """Builtins that a process that is not trusted may send: calling them does no harm, whatever the arguments, and tests
-that catch them catch none of their own failures."""
+that catch them catch none of the tests' failures."""
 
 
 def no_handle(*arguments: Any) -> Any:
-    """For `dumps` and `loads` of values that are plain data throughout."""
+    """Refuse handles: the argument of `dumps` and `loads` for values that are plain data throughout."""
     raise ValueError(f"not plain data: {arguments}")
 
 
@@ -396,7 +396,7 @@ _SIZED: dict[bytes, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]]
     b"b": (bytes, lambda value: bytes.__add__(value, b""), bytes),
     b"a": (bytearray, lambda value: bytes(memoryview(value)), bytearray),
 }
-"""By kind: class, to bytes, from bytes."""
+"""Conversions by kind: class, to bytes, from bytes."""
 
 _KEYS: type = type({}.keys())
 _VALUES: type = type({}.values())
@@ -415,7 +415,7 @@ _NESTED: dict[bytes, tuple[type, Callable[[Any], list[Any]], Callable[[list[Any]
     b"P": (object, lambda value: [], lambda parts: named_tuple(*parts[:2])(*parts[2:])),
     b"x": (object, lambda value: [], _made_exception),
 }
-"""By kind: class, to the values that it holds, and from them. `_Writer` writes the last ones."""
+"""Conversions by kind: class, to the values that it holds, and from them. `_Writer` writes the last ones."""
 
 _CODES: dict[type, bytes] = {
     kind: code for table in (_SIZED, _NESTED) for code, (kind, *_) in table.items() if kind is not object
@@ -441,9 +441,9 @@ class Messages:
 
     def send(self, *parts: bytes) -> None:
         sized = (part for one in parts for part in (len(one).to_bytes(4, "big"), one))
-        rest = memoryview(len(parts).to_bytes(4, "big") + b"".join(sized))
-        while rest:
-            rest = rest[os.write(self._out, rest) :]
+        unsent = memoryview(len(parts).to_bytes(4, "big") + b"".join(sized))
+        while unsent:
+            unsent = unsent[os.write(self._out, unsent) :]
 
     def _number(self) -> int:
         return int.from_bytes(self._take(4), "big")

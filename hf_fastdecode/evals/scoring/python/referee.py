@@ -1,4 +1,4 @@
-"""Runs a task's tests in a sandbox of their own, on a program in another; only here the verdict is formed.
+"""Runs a task's tests in one sandbox, on a program in another; only here the verdict is formed.
 
 Messages go to the host and come from it. The first one received is the job and a nonce; each one sent is ``call`` with
 a request to the program, which the host hands on, or the verdict.
@@ -82,7 +82,7 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     except Exception:
         scope.clear()  # a stem need not run by itself
     for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
-        del scope[name]  # the program has its own
+        del scope[name]  # the program has another one
     wanted = [name for name in job["names"] if name not in scope]
     watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
     given: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
     link.on_names = changed
     for name, value in link.request("names", wanted, watched, job["captures"]):
         if name in wanted:
-            # Modules of the standard library are the tests' own.
+            # Modules of the standard library are the tests'.
             scope[name] = given[name] = __import__(name) if name in job["modules"] else value
     if job["entry_point"] and job["entry_point"] not in scope:
         raise NameError(f"name {job['entry_point']!r} is not defined")

@@ -2,8 +2,8 @@
 
 The program's objects stay in its process, only plain data comes here.
 
-A remote object has a class made from the program's description of its own, with its special methods; each is sent
-to the program, as calls are. Decisions of the program's objects about values of the tests are never asked for,
+A remote object has a class made from the program's description of the object's class, with its special methods; each
+is sent to the program, as calls are. Decisions of the program's objects about values of the tests are never asked for,
 since they could equal everything, or give 0 less any number: such tests have no verdict, see `Unjudged`.
 """
 
@@ -62,9 +62,9 @@ def _real(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """Leave addresses out, as of ``<generator object f at 0x7f01>``: they differ from run to run."""
-    first, *rest = value.split(" at 0x")
-    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in rest)]))
+    """Remove addresses, as in ``<generator object f at 0x7f01>``, because they differ between runs."""
+    first, *parts = value.split(" at 0x")
+    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in parts)]))
 
 
 def _range(value: range) -> str:
@@ -288,7 +288,7 @@ def exception_class(kinds: list[type], name: str, bases: list[Any], module: str)
 
 
 def _is_harmless(kind: type[Exception]) -> bool:
-    """Whether tests that catch it catch none of their own failures, and `unittest` runs as it would."""
+    """Whether tests that catch it catch none of the tests' failures, and `unittest` runs as it would."""
     return not issubclass(AssertionError, kind) and kind.__module__.partition(".")[0] != "unittest"
 
 
@@ -313,8 +313,8 @@ def _error_attribute(self: Any, name: str) -> Any:
 
 
 def _error_text(self: Any) -> str:
-    own = vars(self).get("_remote_text")
-    return own if isinstance(own, str) else BaseException.__str__(self)
+    text = vars(self).get("_remote_text")
+    return text if isinstance(text, str) else BaseException.__str__(self)
 
 
 class Link:
@@ -339,7 +339,7 @@ class Link:
         Raises:
             Exception: What the operation raised, of the same class where that is a builtin or the program's, else of
                 the nearest builtin one. Or an operand is nested too deep.
-            Unjudged: An operand is an object of the tests' own.
+            Unjudged: An operand is an object of the tests.
             Untrusted: There is no valid answer.
         """
         with self._one_by_one:  # tests may have threads
@@ -407,15 +407,15 @@ class Link:
             self._kinds.append(make(self._kinds, *description))
         for kind in objects:
             made: Any = self._kinds[kind if kind >= 0 else ~kind]
-            own: Any = (self, len(self._objects))
+            reference: Any = (self, len(self._objects))
             if kind >= 0 and issubclass(made, BaseException):
                 made = made.__new__(made)
-                made._remote = own
+                made._remote = reference
             elif kind >= 0:
-                made = made(*own)
+                made = made(*reference)
                 self.instances = self.instances or not isinstance(made, (type, type(no_handle)))
             elif "_remote_class" in vars(made):  # not one of a library
-                made._remote_class = own
+                made._remote_class = reference
             self._objects.append(made)
 
     def _error(self, classes: list[str], said: str, arguments: list[Any], attributes: Any, itself: Any) -> Any:
@@ -440,9 +440,9 @@ class Link:
             return value._remote[1]
         is_class = isinstance(value, type)
         if issubclass(value if is_class else type(value), BaseException):
-            own = vars(value).get("_remote_class" if is_class else "_remote")
-            if own is not None:
-                return own[1]
+            reference = vars(value).get("_remote_class" if is_class else "_remote")
+            if reference is not None:
+                return reference[1]
         if isinstance(value, type(builtins)):  # the program chooses whether a name is that of a module
             raise TypeError("a module cannot be sent to the program")
         raise self.no_verdict(
