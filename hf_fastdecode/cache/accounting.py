@@ -95,8 +95,8 @@ class KVSizes:
             if store.kind not in _COUNTED:
                 stored = _OTHERS.get(store.kind, "more than keys and values")
                 raise ValueError(
-                    f"layer {index} of {layout.model_type} ({layout.types[index]}) stores {stored}; only keys and values "
-                    "are counted"
+                    f"layer {index} of {layout.model_type} ({layout.types[index]}) stores {stored}; only keys and "
+                    "values are counted"
                 )
             if not store.numbers:
                 raise ValueError(f"the config of {layout.model_type} does not say the heads of layer {index}")
