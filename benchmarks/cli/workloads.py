@@ -23,12 +23,13 @@ from hf_fastdecode.cli.options import (
     parse_counts,
     pick_device,
 )
+from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.rows import check_out
 
-from ..workloads.cases import GREEDY, LEVELS, WAYS, check_point, parse_points, problem_prompts
+from ..workloads.cases import LEVELS, WAYS, check_point, parse_points, problem_prompts
 from .options import measured, repeatable, report_workload
 
 app = command_group()
@@ -51,7 +52,7 @@ def main() -> None:
 @expand_option_groups
 def hier(
     model: ModelOptions,
-    task: Annotated[str, typer.Option(help="embedded, mbpp, or apps with --data.")] = "embedded",
+    task: Annotated[str, typer.Option(help="embedded or mbpp.")] = "embedded",
     data: TaskFile = None,
     shots: Annotated[int, typer.Option(help="Solved examples in front of every problem.", min=1)] = SHOTS,
     points: Annotated[
@@ -74,10 +75,6 @@ def hier(
     paper's single level; `problem` each problem's whole prompt once for its samples; `two-level` the examples once for
     all rows, each problem once for its samples, as hf_fastdecode does by itself.
 
-    Hydragen's setting (section 4.4, figure 7) is `--task apps --data FILE --shots 2 --new-tokens 512`. The first
-    solved problems of such a file (question and solutions in each line) are the examples; those with starter code are
-    left out.
-
     Examples:
 
         python -m benchmarks workloads hier --model shape:7b-mha \\
@@ -88,6 +85,8 @@ def hier(
     levels = [one for one in LEVELS if one in chosen]
     check_enable_options(mode=mode)
     model.check()
+    if task == "apps":
+        raise InputError("--task apps has no examples set apart; name embedded, mbpp or a file in MBPP's form")
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
@@ -162,7 +161,7 @@ def longqa(
             make_document(lambda text: len(tokenizer(text, verbose=False).input_ids), tokens, shots=shots),
             name=model.model,
             document_name="made from seed 0",
-            timing=Timing(new_tokens, repeats, budget_s, GREEDY),
+            timing=Timing(new_tokens, repeats, budget_s, {"do_sample": False}),
             mode=mode,
         )
         cases = [bench.case(number) for number in wanted]

@@ -8,14 +8,8 @@ from typing import Final
 
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import prompt_format
-from hf_fastdecode.evals.records import Task
 from hf_fastdecode.evals.tasks import TaskSet
 from hf_fastdecode.measurement.rows import Case
-
-APPS: Final = "apps"
-
-GREEDY: Final = {"do_sample": False}
-"""How answers are drawn."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,6 @@ LEVELS: Final = {
 """By name; the single level of the paper is ``few-shot``."""
 
 WAYS: Final = {"shared": "hf_fastdecode", "stock": "stock transformers"}
-"""Ways of asking questions, by name."""
 
 
 @dataclass(frozen=True)
@@ -93,25 +86,6 @@ def check_point(problems: int, samples: int, available: int) -> None:
 
 
 def problem_prompts(tasks: TaskSet, shots: int) -> list[str]:
-    """A prompt for each problem: MBPP's few-shot one (Austin et al. 2021), for APPS its own (Hendrycks et al. 2021).
-
-    APPS has no tasks set apart as examples: its first problems with a solution are, and problems with starter code are
-    left out, as in Hydragen, appendix D.4. Raises InputError where examples or problems are too few.
-    """
-    if tasks.name != APPS:
-        form = prompt_format(tasks, "austin", shots=shots)
-        return [form.prompt(task) for task in tasks.tasks]
-    plain = [task for task in tasks.tasks if not task.setup]
-    examples = [task for task in plain if task.reference][:shots]
-    problems = [task for task in plain if task not in examples]
-    if len(examples) < shots or not problems:
-        raise InputError(
-            f"{tasks.origin} has {len(plain)} problems without starter code, too few for {shots} solved examples and "
-            "a problem; name a larger `data` or lower `shots`"
-        )
-    shown = "".join(f"{_asked(task)}{(task.reference or '').strip()}\n\n" for task in examples)
-    return [shown + _asked(task) for task in problems]
-
-
-def _asked(task: Task) -> str:
-    return f"QUESTION:\n{task.description.strip()}\n\nUse Standard Input format\n\nANSWER:\n"
+    """MBPP's few-shot prompt (Austin et al. 2021) of each problem."""
+    form = prompt_format(tasks, "austin", shots=shots)
+    return [form.prompt(task) for task in tasks.tasks]

@@ -185,7 +185,10 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
             "--points 999x9 asks for 999 problems, there are 160; ask for fewer, or name a larger",
         ),
         ("workloads hier --level three", "--level must be one of none, few-shot, problem, two-level, got 'three'"),
-        ("workloads hier --task apps", "the tasks apps need a file in their form; pass --data FILE"),
+        (
+            "workloads hier --task apps",
+            "--task apps has no examples set apart; name embedded, mbpp or a file in MBPP's form",
+        ),
         (
             "workloads hier --new-tokens 4000 --device cpu",
             "tokens with 4000 new ones is longer than the 4096 positions of this",

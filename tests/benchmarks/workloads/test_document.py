@@ -112,43 +112,9 @@ def test_an_answer_is_right_if_its_first_line_is(text, right):
     assert is_right(text, Fact("", "", "teal")) is right
 
 
-@pytest.fixture
-def apps(tmp_path):
-    """Six problems: the second without a solution, the third with starter code."""
-    path = tmp_path / "apps.jsonl"
-    lines = [
-        {
-            "problem_id": number,
-            "question": f"Question {number}?\n",
-            "solutions": json.dumps([f"print({number})\n", "other"] if number != 1 else []),
-            "starter_code": "def f():" if number == 2 else "",
-        }
-        for number in range(6)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return load_tasks("apps", data=path)
-
-
 def test_the_embedded_tasks_have_mbpps_prompt():
     prompts = problem_prompts(load_tasks("embedded"), 3)
     assert prompts == [few_shot_prompt(task, 3) for task in embedded_tasks()]
-
-
-def test_apps_shows_its_first_solved_problems_and_asks_the_others(apps):
-    prompts = problem_prompts(apps, 2)
-    shown = "".join(
-        f"QUESTION:\nQuestion {number}?\n\nUse Standard Input format\n\nANSWER:\nprint({number})\n\n"
-        for number in (0, 3)
-    )
-    assert prompts == [
-        f"{shown}QUESTION:\nQuestion {number}?\n\nUse Standard Input format\n\nANSWER:\n" for number in (1, 4, 5)
-    ]
-
-
-@pytest.mark.parametrize("shots", [5, 9])
-def test_apps_with_too_few_problems_are_refused(apps, shots):
-    with pytest.raises(InputError, match=f"has 5 problems without starter code, too few for {shots} solved"):
-        problem_prompts(apps, shots)
 
 
 def test_tasks_of_another_form_are_refused(tmp_path):
