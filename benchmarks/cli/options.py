@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,10 +48,7 @@ ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leav
 
 
 def points(default: str, *, trees: bool = True, inputs: bool = False) -> Any:
-    """The option ``--point`` of a command with this default, beside ``--tree`` or alone.
-
-    With `inputs` for shapes that are given more than token ids, too.
-    """
+    """The option ``--point``, beside ``--tree`` or alone; with `inputs` for shapes that are given more, too."""
     more = " (those of an image among them; with an encoder, the tokens it encodes)" if inputs else ""
     return typer.Option(
         help=f"CONTEXTxN: tokens of the prompt{more} and samples of it, repeatable.",
@@ -68,10 +64,6 @@ def sets_of(names: Iterable[str], default: str) -> Any:
 
 def repeatable(names: Iterable[str], default: str) -> Any:
     return typer.Option(help=f"Repeatable: {', '.join(names)}.", show_default=default)
-
-
-_NOISY = 1.5  # 80th percentile over the 20th
-_MOST_NAMED = 5
 
 
 def chosen(cases: Iterable[C], only: Sequence[str] | None) -> list[C]:
@@ -110,8 +102,6 @@ def report(
     if rows and all(row["status"].startswith("not run: ") for row in rows):
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}")
     show_tables(table(rows))
-    if noise := noisy(rows):
-        typer.echo(noise)
     typer.echo(f"rows: {out}")
     if plot:
         pictures = draw(rows, out.with_suffix(""))
@@ -139,20 +129,3 @@ def report_workload(
         elif row.get("correct"):
             typer.echo(f"{at}, {row['way']}: {row['correct']} right")
     typer.echo(f"rows: {out}\npicture: {draw(rows, out.with_suffix('.png'))}")
-
-
-def noisy(rows: Sequence[Measurement]) -> str:
-    """One line that names the rows whose times differ much from call to call, the worst first; empty without any."""
-    found: list[tuple[float, str]] = []
-    for row in rows:
-        name = "us" if "us_p20" in row else "ms_per_step"
-        low, high = (float(row.get(f"{name}_{share}") or 0) for share in ("p20", "p80"))
-        if high > _NOISY * low:  # a step is a difference of two calls, which noise can make less than nothing
-            names = ("case",) if "case" in row else ("shape", "finish", "context", "samples")
-            case = " ".join(row[one] for one in (*names, "way") if row.get(one))
-            found.append((high / low if low > 0 else inf, f"{case} (p80 {high:.2g}, p20 {low:.2g})"))
-    if not found:
-        return ""
-    worst = ", ".join(name for _, name in sorted(found, reverse=True)[:_MOST_NAMED])
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-    return f"noisy: {worst}{more}; measure again on an idle machine, with another --out"

@@ -11,7 +11,6 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.cli import app
 from benchmarks.cli.ops import OP_WAY_NAMES
-from benchmarks.cli.options import noisy
 from benchmarks.generate import first_calls
 from benchmarks.ops.table import ops_table
 from benchmarks.ops.ways import OP_WAYS, OpWay
@@ -147,23 +146,6 @@ def test_a_model_that_does_not_load_is_a_failed_row(tmp_path):
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith(f"benchmarks: 2 rows of {out} are not right: stock: failed: ")
     assert [row["status"].partition(": ")[0] for row in read_rows(out)] == ["failed", "failed"]
-
-
-def times(column, low, high, **case):
-    return {f"{column}_p20": str(low), f"{column}_p80": str(high), "way": "stock", **case}
-
-
-def test_noisy_rows_are_named():
-    point = {"shape": "embedded", "context": "1024", "samples": "32", "finish": ""}
-    quiet, loud = times("ms_per_step", 2, 3, **point), times("ms_per_step", 2, 7.6, **point)
-    assert noisy([quiet, times("us", "", "", case="a")]) == ""
-    assert noisy([quiet, loud, times("ms_per_step", -1, 0.5, **point)]) == (
-        "noisy: embedded 1024 32 stock (p80 0.5, p20 -1), embedded 1024 32 stock (p80 7.6, p20 2); "
-        "measure again on an idle machine, with another --out"
-    )
-    many = [times("us", 1, 2 + size, case=f"n{size}") for size in range(7)]
-    assert "noisy: n6 stock (p80 8, p20 1), n5 " in noisy(many)
-    assert "n2 stock (p80 4, p20 1) and 2 more; measure" in noisy(many)
 
 
 def test_parallel_lists_and_predicts(tmp_path):
