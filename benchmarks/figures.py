@@ -215,7 +215,6 @@ def _look(way: str) -> dict[str, Any]:
 
 
 def _figure(panels: Sized) -> tuple[Any, list[Any]]:
-    """A figure with lines of up to four panels."""
     count = len(panels)
     columns = 3 if count % 3 == 0 and count % _COLUMNS else min(_COLUMNS, count)
     lines = -(-count // columns)
@@ -255,10 +254,9 @@ def draw_levels(rows: Sequence[Measurement], path: Path) -> Path:
         place = points.index((int(row["problems"]), int(row["samples"])))
         x = place + (levels.index(row["way"]) - (len(levels) - 1) / 2) * width
         if row["status"] != "ok":
+            status = row["status"].partition(":")[0]
             for axis in (time, memory):
-                axis.text(
-                    x, 0, f" {row['status'].partition(':')[0]}", rotation=90, ha="center", va="bottom", fontsize=8
-                )
+                axis.text(x, 0, f" {status}", rotation=90, ha="center", va="bottom", fontsize=8)
             continue
         prefill, decode = float(row["prefill_s"]), max(0.0, float(row["decode_s"]))
         time.bar(x, prefill, width, color=colour, alpha=0.45, hatch="///", edgecolor="white")

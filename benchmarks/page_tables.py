@@ -15,6 +15,10 @@ def cell(row: Measurement | None, shown: Callable[[Measurement], str]) -> str:
     return shown(row) if row["status"] == "ok" else row["status"].partition(":")[0]
 
 
+def microseconds(row: Measurement) -> str:
+    return f"{float(row['us_p50']):.1f}"
+
+
 def replace_between(text: str, markers: re.Pattern[str], made: Callable[[re.Match[str]], str]) -> tuple[str, int]:
     """The page with the lines between markers (first and last group) replaced by what `made` makes; and how many."""
     return markers.subn(lambda match: match[1] + made(match) + match[match.re.groups], text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
@@ -11,7 +11,6 @@ from .generate.cases import PromptTree
 from .generate.table import cases_of, timed, where_measured
 from .page_tables import cell
 
-_HARNESSES: Final = ("lm-eval", "evalplus", "pipeline")
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
 _VLLM_WAYS: Final = {
     "stock": "transformers",
@@ -27,21 +26,18 @@ _ROLLOUT_WAYS: Final = {
 }
 
 
-def training_table(rows: Sequence[Measurement]) -> str:
-    return _clients_table([row for row in rows if row["program"].startswith("TRL")], same="weights")
+CLIENTS: Final[dict[str, tuple[Callable[[Measurement], bool], str]]] = {
+    "training": (lambda row: row["program"].startswith("TRL"), "weights"),
+    "evaluation": (lambda row: row["program"] in ("lm-eval", "evalplus", "pipeline"), "samples"),
+    "programs": (lambda row: row["model"] == "embedded", "results"),
+}
+"""By the name of a table: its rows, and what is the same where their status is ok."""
 
 
-def evaluation_table(rows: Sequence[Measurement]) -> str:
-    return _clients_table([row for row in rows if row["program"] in _HARNESSES], same="samples")
-
-
-def programs_table(rows: Sequence[Measurement]) -> str:
-    return _clients_table([row for row in rows if row["model"] == "embedded"], same="results")
-
-
-def _clients_table(rows: Sequence[Measurement], *, same: str) -> str:
-    """Seconds in `generate` and tokens prefilled, stock → enabled; rows with status ok have the `same` results."""
-    lines = []
+def clients_table(rows: Sequence[Measurement], *, name: str) -> str:
+    """Seconds in `generate` and tokens prefilled, stock → enabled, of the rows of one of `CLIENTS`."""
+    chosen, same = CLIENTS[name]
+    rows, lines = [row for row in rows if chosen(row)], []
     for ways in by(rows, "program", "model", "setting"):
         stock, enabled = ways["stock"], ways["enabled"]
         before, now = (float(row["generate_s"]) for row in (stock, enabled))

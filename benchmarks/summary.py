@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from hf_fastdecode.files import read_rows
@@ -17,7 +17,7 @@ from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
-from .programs_table import evaluation_table, programs_table, rollouts_table, training_table, vllm_table
+from .programs_table import CLIENTS, clients_table, rollouts_table, vllm_table
 from .readme import draw_readme_figures, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
@@ -68,9 +68,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "fixed parts": fixed_parts_table,
     "operator trees": ops_trees_table,
     "steps apart": generate.steps_apart_table,
-    "training": training_table,
-    "evaluation": evaluation_table,
-    "programs": programs_table,
+    **{name: partial(clients_table, name=name) for name in CLIENTS},
     "rollouts": rollouts_table,
     "vllm": vllm_table,
     "readme": readme_table,

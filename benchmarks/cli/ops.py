@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import C, Measurement, check_out
 
-from ..ops.cases import OP_SETS, OpCase, with_dtype
+from ..ops.cases import OP_SETS, OpCase
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ..slim.cases import SLIM_SETS, SLIM_WAYS
 from .options import Check, ListCases, Only, chosen, measured, repeatable, report, sets_of, show_cases
@@ -44,7 +45,6 @@ OP_WAY_NAMES = {
     "ours-suffix": "what the package runs where nothing is shared",
     "sketch-suffix": "what the sketch does where nothing is shared",
 }
-"""Ways and what they are."""
 # Compile for ten seconds a case, or minutes the first time, or are of others, so only when they are asked for.
 _COMPILE = ("bifurcated-compiled", "flashinfer-decode", "flashinfer-cascade", "fasttree")
 
@@ -78,9 +78,10 @@ def ops(
             --way recipe
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
+    found = _cases(OP_SETS, sets, device, "small")
     if dtype is not None:
-        dtype = parse_dtype(dtype, auto=False)
-    cases = chosen(with_dtype(_cases(OP_SETS, sets, device, "small"), dtype), only)
+        found = [replace(case, dtype=parse_dtype(dtype, auto=False)) for case in found]
+    cases = chosen(found, only)
     if show:
         return show_cases(cases)
     check_backend()
@@ -90,7 +91,6 @@ def ops(
 
 
 def _place(device: str, out: Path) -> torch.device:
-    """The device, once the file of rows has been checked."""
     check_out(out)
     return find_device(device)
 

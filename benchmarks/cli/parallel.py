@@ -32,7 +32,6 @@ from ..parallel.cases import (
 from .options import Check, ListCases, NewTokens, ShapeDtype, measured, repeatable, show_cases
 
 KINDS: dict[str, dict[str, str]] = {"steps": STEP_WAYS, "attention": ATTENTION_WAYS, "collectives": COLLECTIVES}
-"""Ways of each kind of measurement."""
 
 _WAYS = list(dict.fromkeys(way for ways in KINDS.values() for way in ways))
 _START = "torchrun --nproc-per-node 2 -m benchmarks -- parallel"
@@ -147,7 +146,7 @@ def parallel(
     if show:
         return show_cases(one for name in kinds for one in cases[name])
     for name in kinds if os.environ.get("RANK", "0") == "0" else ():
-        check_out(_file(out, name))
+        check_out(out / f"{name}.csv")
     with exit_on_interrupt():
         from ..parallel.bench import ParallelBench
         from ..parallel.processes import Processes
@@ -159,9 +158,10 @@ def parallel(
     found = []
     try:
         for name, own in cases.items():
-            rows = measured(own, [one for one in ways if one in KINDS[name]], bench, _file(out, name))
+            file = out / f"{name}.csv"
+            rows = measured(own, [one for one in ways if one in KINDS[name]], bench, file)
             show_tables(parallel_table(rows))
-            typer.echo(f"rows: {_file(out, name)}")
+            typer.echo(f"rows: {file}")
             found += rows
     finally:
         bench.finish()
@@ -196,7 +196,3 @@ def _simulate(
     found = predictions(cluster, heads, contexts)
     show_tables(scaling_table(found, cluster, heads))
     typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
-
-
-def _file(out: Path, kind: str) -> Path:
-    return out / f"{kind}.csv"

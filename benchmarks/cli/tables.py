@@ -61,7 +61,7 @@ def tables(
             check_ways(ways[name], WAYS)
             check_enable_options()
         if not show:
-            check_out(_file(out, name))
+            check_out(out / f"{name}.csv")
     place = None if show else find_device(device)
     with exit_on_interrupt():
         for name in names:
@@ -75,17 +75,14 @@ def tables(
         from ..generate.table import generate_table
         from ..ops.table import ops_table
 
+        file = out / f"{name}.csv"
         if _of_operators(name):
-            rows = run_ops(cases[name], ways[name], place, check, _file(out, name))
+            rows = run_ops(cases[name], ways[name], place, check, file)
             shown: Callable[[list[Measurement]], str] = ops_table
         else:
-            rows = run_generate(cases[name], ways[name], place, check, repeats, _file(out, name))
+            rows = run_generate(cases[name], ways[name], place, check, repeats, file)
             shown = partial(generate_table, published=setting.published, unit=setting.unit)
-        report(rows, _file(out, name), shown, plot=plot)
-
-
-def _file(out: Path, name: str) -> Path:
-    return out / f"{name}.csv"
+        report(rows, file, shown, plot=plot)
 
 
 def _of_operators(name: str) -> bool:

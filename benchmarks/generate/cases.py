@@ -239,7 +239,6 @@ KINDS: dict[str, str] = {
 """What kernels compute."""
 
 PARTS = ("first token", "step")
-"""What is profiled of a call."""
 
 
 @dataclass(frozen=True)

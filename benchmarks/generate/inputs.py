@@ -23,9 +23,8 @@ _MERGED: Final = 2  # patches along each side that become a token
 class TokenIds:
     """Random token ids; of a tree, prompts that share what it says. Other inputs override what differs."""
 
-    returns_cache: ClassVar = (
-        True  # whether calls can return their whole cache, an enabled model's sharing all the same
-    )
+    # Whether calls can return their whole cache, an enabled model's sharing all the same.
+    returns_cache: ClassVar = True
 
     def check(self, case: GenerateCase) -> None:
         """Refuse, by an InputError, a case for which there is no such input."""

@@ -168,7 +168,6 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
         settings={"suppress_tokens": [508, 509, 510, 511]},  # which would be drawn of so few, and stand for no image
     ),
 }
-"""By name."""
 
 _TOKEN_IDS: Final = TokenIds()
 

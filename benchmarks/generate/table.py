@@ -195,21 +195,14 @@ def trees_table(rows: Sequence[Measurement]) -> str:
 
 def loops_table(rows: Sequence[Measurement]) -> str:
     """One line for each case of a loop of transformers, stock → with a shared-context cache."""
-    columns = (
-        ("prefill_s", "s", 1.0),
-        ("ms_per_step", "ms", 1.0),
-        ("total_s", "s", 1.0),
-        ("peak_bytes", "GiB", 2**-30),
-    )
+    times = (("prefill_s", 2, "s"), ("ms_per_step", 2, "ms"), ("total_s", 2, "s"))
     lines = []
     for ways in cases_of(rows):
         for loop in (name for name in LOOPS if name in ways):
-            both = ways[f"stock-{loop}"], ways[loop]
-            changes = [
-                " → ".join(f"{scale * float(row[column]):.2f} {unit}" for row in both)
-                for column, unit, scale in columns
-            ]
-            lines.append([both[1]["shape"], loop, *_point(both[1]), *changes, both[1]["ran"].partition(",")[0]])
+            stock, ours = ways[f"stock-{loop}"], ways[loop]
+            changes = [_change(stock, ours, *one) for one in times]
+            changes.append(" → ".join(f"{float(row['peak_bytes']) / 2**30:.2f} GiB" for row in (stock, ours)))
+            lines.append([ours["shape"], loop, *_point(ours), *changes, ours["ran"].partition(",")[0]])
     names = ["model", "loop", "context", "n", "time to first token", "a step", "whole call", "memory over the weights"]
     names.append("steps ran")
     return markdown(names, lines, f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; {timed(rows)}.")

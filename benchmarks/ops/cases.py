@@ -110,10 +110,6 @@ def tree_case(tree: Tree, heads: int, kv_heads: int, **options: Any) -> OpCase:
     return OpCase(name, counts[-1], tuple(chain(*nodes)), lengths[-1], heads, kv_heads, **options)
 
 
-def with_dtype(cases: Iterable[OpCase], dtype: str | None) -> list[OpCase]:
-    return [case if dtype is None else replace(case, dtype=dtype) for case in cases]
-
-
 def _level(lengths: Iterable[int], each: int, depth: int) -> tuple[NodeSpec, ...]:
     return tuple(NodeSpec(length, index * each, each, depth) for index, length in enumerate(lengths))
 
@@ -230,6 +226,4 @@ OP_SETS: dict[str, tuple[OpCase, ...]] = {
     "small": _SMALL,
     "tiny": _TINY,
 }
-"""Named sets: ``grid`` is every n, context, suffix and head layout of head_dim 128, ``head-dims`` has others; ``h200``
-is the first four; ``completions`` has long suffixes; ``fasttree`` and ``pat`` are these papers' trees; ``small`` a
-handful; ``tiny`` is for a CPU."""
+"""Named sets; the help of `ops` says what each is."""

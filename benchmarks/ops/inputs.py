@@ -65,16 +65,12 @@ class OpInputs:
             batches = []
             for (length, row_count), run in groupby(level, lambda node: (node.length, node.row_count)):
                 nodes = list(run)
-                keys, values = (_batch(part, start, length, len(nodes)) for part in self.segment)
+                span, shape = slice(start, start + length * len(nodes)), (len(nodes), length)
+                keys, values = (part[:, span].unflatten(1, shape).transpose(0, 1) for part in self.segment)
                 batches.append(NodeBatch(nodes[0].row_start, nodes[-1].row_start + row_count, keys, values))
-                start += length * len(nodes)
+                start = span.stop
             levels.append(batches)
         return levels
-
-
-def _batch(stored: Tensor, start: int, length: int, count: int) -> Tensor:
-    whole = stored[:, start : start + count * length]  # [kv_heads, count * length, head_dim]
-    return whole.unflatten(1, (count, length)).transpose(0, 1)
 
 
 def sets_needed(bytes_of_one: int, device: torch.device, *, most: int = 256) -> int:

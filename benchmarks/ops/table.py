@@ -7,7 +7,7 @@ from statistics import geometric_mean, linear_regression
 
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
-from ..page_tables import cell
+from ..page_tables import cell, microseconds
 
 LEAST_FLOOR_US = 15.0  # below, launches are longer than the work
 _WAYS = (
@@ -40,9 +40,10 @@ def ops_table(rows: Sequence[Measurement]) -> str:
     lines = []
     for case in by(rows, "case", "dtype"):
         first = case.get(ours or "") or next(iter(case.values()))
-        shown = {**first, "context": _context(first), "heads": f"{first['heads']}/{first['kv_heads']}"}
+        context = f"{int(first['context']):,}" if one_node(first) else first["nodes"]
+        shown = {**first, "context": context, "heads": f"{first['heads']}/{first['kv_heads']}"}
         cells = [*(shown[name] for name in columns), f"{float(first['floor_us']):.1f}"]
-        cells += [cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}") for way in ways]
+        cells += [cell(case.get(way), microseconds) for way in ways]
         if ours:
             cells.append(cell(case.get(ours), lambda row: f"{float(row['over_floor']):.2f}x"))
         lines.append(cells)
@@ -109,7 +110,7 @@ def ops_trees_table(rows: Sequence[Measurement]) -> str:
                     gains[way].append(float(case[way]["us_p50"]) / float(case["ours"]["us_p50"]))
                     cells.append(f"{gains[way][-1]:.2f}x")
                 else:
-                    cells.append(cell(case.get(way), lambda row: f"{float(row['us_p50']):.1f}"))
+                    cells.append(cell(case.get(way), microseconds))
         lines.append(cells)
     names = ["shared nodes", "rows"]
     for layout in layouts:
@@ -154,11 +155,6 @@ def fixed_parts_table(rows: Sequence[Measurement]) -> str:
 
 def _ok(row: Measurement | None) -> bool:
     return row is not None and row["status"] == "ok"
-
-
-def _context(row: Measurement) -> str:
-    """Tokens on the longest path, or the nodes when there are several."""
-    return f"{int(row['context']):,}" if one_node(row) else row["nodes"]
 
 
 def _where(rows: Sequence[Measurement]) -> str:

@@ -29,7 +29,6 @@ class Unmerged(Protocol):
 
     def result(self) -> Tensor:
         """The merged output: ``[rows, heads, 1, head_dim]``."""
-        ...
 
 
 Call = Callable[[], Tensor | Unmerged]
@@ -105,10 +104,7 @@ def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Ca
     before, stored = SuffixLengths.of(case.suffix - 1), dict(enumerate(sets))  # each set as a layer
     tables.follow(first.forest, before, stored)
 
-    def call(index: int, inputs: OpInputs) -> Call:
-        return lambda: tables.attend(index, inputs.query, *inputs.new, scoring)
-
-    calls = [call(index, inputs) for index, inputs in stored.items()]
+    calls: list[Call] = [partial(tables.attend, at, one.query, *one.new, scoring) for at, one in stored.items()]
     if chosen.used:
         calls[0]()  # own nodes begin once the head layout is known
         tables.follow(first.forest, before, stored)
@@ -138,18 +134,11 @@ def _recipe(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 
 def _two_calls(sets: Sequence[OpInputs], attend: TwoCalls) -> list[Call]:
-    def call(inputs: OpInputs) -> Call:
-        levels = inputs.levels()
-        return lambda: attend(inputs.query, levels, inputs.suffix, inputs.scale)
-
-    return [call(inputs) for inputs in sets]
+    return [partial(attend, one.query, one.levels(), one.suffix, one.scale) for one in sets]
 
 
 def _bifurcated(sets: Sequence[OpInputs], attend: Callable[..., Tensor] = bifurcated) -> list[Call]:
-    def call(inputs: OpInputs) -> Call:
-        return lambda: attend(inputs.query, inputs.segment, inputs.suffix, inputs.scale)
-
-    return [call(inputs) for inputs in sets]
+    return [partial(attend, one.query, one.segment, one.suffix, one.scale) for one in sets]
 
 
 def _compiled(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:

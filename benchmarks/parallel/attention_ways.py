@@ -233,13 +233,11 @@ def make_stack(case: AttentionCase, device: torch.device, rank: int | None) -> S
 
 def first_layer(case: AttentionCase, device: torch.device) -> OpInputs:
     """The first layer with the whole context, as the oracle takes it."""
-    held = _whole(case, device, 0)
-    query, suffix = _own(case, device, 0)
+    stack = make_stack(replace(case, layers=1), device, None)
     nodes, heads = (NodeSpec(case.context, 0, case.rows),), (case.heads, case.kv_heads, case.head_dim)
     op = OpCase("first layer", case.rows, nodes, SUFFIX + 1, *heads, case.dtype)
-    forest = Forest(case.rows, [Node(Span(0, 0, case.context), 0, case.rows, 0)])
-    new = Segment._make(part[:, :, -1:] for part in suffix)
-    return OpInputs(op, forest, Segment(held[0], held[1]), suffix, query, new)
+    (layer,) = stack.layers
+    return OpInputs(op, stack.forest, layer.segments[0], layer.suffix, stack.queries[0], stack.new(0))
 
 
 def _whole(case: AttentionCase, device: torch.device, layer: int) -> Tensor:

@@ -44,15 +44,13 @@ class ParallelBench:
             self._measure(*asked)
 
     def _measure(self, case: ParallelCase, way: str) -> dict[str, Any]:
-        # What the kind before keeps would be in the way.
-        if not isinstance(case, StepCase):
-            self._steps.drop()
-        if not isinstance(case, AttentionCase):
-            self._attention.drop()
         if isinstance(case, StepCase):
+            self._attention.drop()  # what the kind before keeps would be in the way
             return self._steps.measure(case, way)
+        self._steps.drop()
         if isinstance(case, AttentionCase):
             return self._attention.measure(case, way)
+        self._attention.drop()
         return self._collectives.measure(case, way)
 
 
@@ -158,7 +156,6 @@ class AttentionBench:
         return error
 
     def _paper(self, case: AttentionCase, way: str) -> dict[str, Any]:
-        """The bytes of a way by the paper's equations, for all layers."""
         size = getattr(torch, case.dtype).itemsize
         name = {"ring": "ring", "tree": "tree", "three-all-reduces": "tree"}.get(way)
         if name is None:

@@ -15,7 +15,6 @@ ATTENTION_WAYS: dict[str, str] = {
     "ring-partials": "partials passed round: what passing queries round comes to where every rank has them",
     "no-communication": "each rank's part alone, which is not the result: the time that communication adds to",
 }
-"""Ways of attention, and what they are."""
 
 STEP_WAYS: dict[str, str] = {
     "one-gpu": "hf_fastdecode on rank 0 alone",
@@ -24,7 +23,6 @@ STEP_WAYS: dict[str, str] = {
     "helix": "the context divided, and the weights of all but the attention heads (sequence_parallel_plan)",
     "stock-tensor": "the same by transformers alone",
 }
-"""Ways of whole decode steps, and what they are."""
 
 COLLECTIVES: dict[str, str] = {
     "all-gather": "each rank gives so many bytes, and gets those of all",

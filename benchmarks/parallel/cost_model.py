@@ -32,7 +32,6 @@ PAPER_CONTEXTS = (80_000, 640_000, 5_120_000)
 """Contexts within the paper's range; at the last one it has its largest speed-up, on 128 GPUs."""
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Numbers of GPUs that are predicted."""
 
 _PARTIAL = 4  # bytes of a partial's element
 
@@ -123,15 +122,6 @@ class Heads:
     def kv_bytes(self, tokens: float) -> float:
         return 4 * tokens * self.kv_heads * self.head_dim
 
-    @property
-    def numerator_bytes(self) -> int:
-        return _PARTIAL * self.heads * self.head_dim
-
-    @property
-    def denominator_bytes(self) -> int:
-        """A denominator, a maximum, or a partial's log-sum-exp, of one row."""
-        return _PARTIAL * self.heads
-
 
 PAPER_HEADS = Heads(16, 16, 128)
 """The attention block that the paper measures (section 6.1)."""
@@ -154,7 +144,8 @@ def predict(cluster: Cluster, heads: Heads, context: int, gpus: int) -> Predicti
     part = heads.kv_bytes(context / gpus)
     attend = cluster.memory.seconds(part)
     ring = attend + (gpus - 1) * max(attend, cluster.pass_on_s(gpus, part))
-    small, large = heads.denominator_bytes, heads.numerator_bytes
+    small = _PARTIAL * heads.heads  # a denominator, a maximum, or a partial's log-sum-exp
+    large = small * heads.head_dim  # a numerator
     tree = attend + sum(cluster.all_reduce_s(gpus, size) for size in (small, large, small))
     gather = attend + cluster.all_gather_s(gpus, large + small)
     return Prediction(context, gpus, attend, ring, tree, gather)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
-from ..page_tables import cell
+from ..page_tables import cell, microseconds
 from .cases import ATTENTION_WAYS, COLLECTIVES, STEP_WAYS
 from .cost_model import DEVICE, Cluster, Heads, Prediction, fitted, predict_row
 
@@ -59,7 +59,10 @@ def attention_table(rows: Sequence[Measurement]) -> str:
         share = f"{100 * float(row['communication_share']):.0f} %" if row["communication_share"] else ""
         cells += [f"{float(row['us_p50']):.1f}", f"{float(row['us_per_step']) / 1e3:.2f}", share]
         cells += [_beside(row, "sent_bytes", "paper_sent_bytes", _mb), _beside(row, "peak_bytes", "paper_bytes", _gib)]
-        cells += [f"{float(row['error_ratio']):.2f}" if row["error_ratio"] else "", _captured(row)]
+        cells += [
+            f"{float(row['error_ratio']):.2f}" if row["error_ratio"] else "",
+            "yes" if row["captured"] == "True" else "no",
+        ]
         lines.append(cells)
     first = rows[0]
     names = ["layers of", "context", "rows", "way", "us a layer", "ms a step", "communication", "MB sent (paper)"]
@@ -79,13 +82,9 @@ def attention_times_table(rows: Sequence[Measurement]) -> str:
     for case in by(rows, "shape", "context", "rows"):
         first = next(iter(case.values()))
         cells = [first["shape"], f"{int(first['context']):,}", first["rows"]]
-        lines.append([*cells, *(cell(case.get(way), _us) for way in ways)])
+        lines.append([*cells, *(cell(case.get(way), microseconds) for way in ways)])
     note = f"{_where(rows[0])}; {rows[0]['dtype']}, microseconds of a layer, medians of the slower GPU"
     return markdown(["layers of", "context", "rows", *ways], lines, f"{note}.")
-
-
-def _captured(row: Measurement) -> str:
-    return "yes" if row["captured"] == "True" else "no"
 
 
 def _beside(row: Measurement, name: str, paper: str, shown: Callable[[str], str]) -> str:
@@ -111,7 +110,7 @@ def predicted_table(rows: Sequence[Measurement]) -> str:
         found = predict_row(others, first)
         cells = [f"{int(first['context']):,}", first["ranks"]]
         for way, seconds in _PREDICTED.items():
-            cells += [cell(case.get(way), _us), _predicted(1e6 * seconds(found), case.get(way))]
+            cells += [cell(case.get(way), microseconds), _predicted(1e6 * seconds(found), case.get(way))]
         lines.append(cells)
     names = ["context", "GPUs", *(name for way in _PREDICTED for name in (way, "predicted"))]
     note = (
@@ -119,10 +118,6 @@ def predicted_table(rows: Sequence[Measurement]) -> str:
         f"rows of one GPU and of the other numbers. The fit to all, which the simulation takes: {fitted(rows)}"
     )
     return markdown(names, lines, f"{note}.")
-
-
-def _us(row: Measurement) -> str:
-    return f"{float(row['us_p50']):.1f}"
 
 
 def _predicted(us: float, row: Measurement | None) -> str:

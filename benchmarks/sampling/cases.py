@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_fastdecode.measurement.rows import Case, Measurement, by, markdown
 
-from ..page_tables import cell
+from ..page_tables import cell, microseconds
 
 GREEDY = "greedy"
 
@@ -68,7 +68,7 @@ def sampling_table(rows: Sequence[Measurement]) -> str:
         first, fast, hf = next(iter(case.values())), case.get("fast"), case.get("hf")
         cells = [first["rows"], f"{int(first['vocabulary']):,}", first["settings"].replace("-", ", ")]
         floor = float(first["floor_us"])
-        cells += [f"{floor:.1f}" if floor >= 1 else f"{floor:.2f}", *(cell(row, _microseconds) for row in (fast, hf))]
+        cells += [f"{floor:.1f}" if floor >= 1 else f"{floor:.2f}", *(cell(row, microseconds) for row in (fast, hf))]
         cells.append(f"{float(fast['over_floor']):.2f}x" if fast and fast["status"] == "ok" else "")
         both = fast and hf and fast["status"] == hf["status"] == "ok"
         cells.append(f"{float(hf['us_p50']) / float(fast['us_p50']):.1f}x" if both and fast and hf else "")
@@ -83,7 +83,3 @@ def sampling_table(rows: Sequence[Measurement]) -> str:
         f"{where}; microseconds, medians; fast in a CUDA graph, cold L2; hf as `generate` calls it; floor: the logits "
         f"read once at {float(first['copy_tb_per_s']):.2f} TB/s.",
     )
-
-
-def _microseconds(row: Measurement) -> str:
-    return f"{float(row['us_p50']):.1f}"

@@ -25,7 +25,6 @@ SLIM_WAYS = {
     "slim-k+r-int8": "these with V-coordinates",
     "slim-k-fp8": "keys in fp8",
 }
-"""Ways and what they are."""
 
 
 @dataclass(frozen=True)

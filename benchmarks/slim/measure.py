@@ -108,7 +108,8 @@ class SlimBench:
         from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
 
         name, _, changes = way.partition(":")
-        rotary = _rope_tables(case, self.device)
+        frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=self.device) / case.head_dim)
+        rotary = RotaryTables.of(frequencies, torch.arange(case.context, device=self.device)[None])
         dtype, shape = inputs[0].keys.dtype, (case.heads, case.head_dim, case.rank(way))
         if name.endswith("two-launches"):
             memory = shared_memory(self.device)
@@ -202,8 +203,3 @@ class _Oracle:
         ours = torch.cat([keys, coordinates], -1)[-1, self.heads].double() - self.exact
         theirs = self.fused - self.exact
         return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
-
-
-def _rope_tables(case: SlimCase, device: torch.device) -> RotaryTables:
-    frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=device) / case.head_dim)
-    return RotaryTables.of(frequencies, torch.arange(case.context, device=device)[None])

@@ -310,7 +310,7 @@ def test_factors_of_programs_below_a_bound_are_none(seconds, shown):
     row = {"program": "p", "model": "embedded", "setting": "s", "prefilled_tokens": "5", "status": "ok"}
     row |= {"device": "d", "torch": "1", "transformers": "2"}
     rows = [row | {"way": "stock", "generate_s": seconds}, row | {"way": "enabled", "generate_s": 10.0}]
-    assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in programs_table.programs_table(rows)
+    assert f"| p | embedded | s | {shown} | 5 → 5 | yes |" in programs_table.clients_table(rows, name="programs")
 
 
 def test_the_picture_of_the_readme_is_drawn(tmp_path):
