@@ -219,6 +219,11 @@ def attend_doge(
     Doge makes the gates of all cached keys anew in each pass, and adds them to the mask; here a gate is made once and
     cached with its key. Of rows longer than `keep_window_size`, Doge keeps the keys of the largest gates.
     """
+    modelling = sys.modules[type(module).__module__]
+    if "create_masks_for_generate" not in vars(
+        modelling.DogeForCausalLM
+    ):  # before transformers 5.24 or some before it
+        raise Unsupported("without padding its prompts attend to later tokens, in this release of transformers")
     kept = module.keep_window_size
     if outgrows(kept):
         raise Unsupported(f"of longer rows its attention keeps the {kept} tokens of the largest gates")
@@ -226,8 +231,7 @@ def attend_doge(
     query = module.q_norm(module.q_proj(hidden_states).view(heads)).transpose(1, 2)
     key = module.k_norm(module.k_proj(hidden_states).view(heads)).transpose(1, 2)
     value = module.v_proj(hidden_states)
-    rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    query, key = rotate(query, key, *position_embeddings)
+    query, key = modelling.apply_rotary_pos_emb(query, key, *position_embeddings)
     gates = torch.exp(module.A * F.softplus(module.dt_proj(value))).transpose(-1, -2)  # [rows, kv_heads, tokens]
     key = with_key_bias(key, gates, module.scaling)
     value = widened(value.view(heads).transpose(1, 2))
