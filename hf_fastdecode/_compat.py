@@ -164,6 +164,14 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def doge_is_causal(modelling: Any) -> bool:
+    """Whether Doge adds its gates to a causal mask also in prompts without padding; goes with transformers 5.17.
+
+    `modelling` is transformers' file of Doge, in which the later releases also make masks for `generate`.
+    """
+    return "create_masks_for_generate" in vars(modelling.DogeForCausalLM)
+
+
 def fsdp2_stays_gathered(module: Any) -> bool:
     """Whether an `FSDPModule` has all of its parameters, and keeps them in passes; for torch to make public.
 

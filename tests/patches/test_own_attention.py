@@ -11,7 +11,7 @@ import transformers
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 import hf_fastdecode as fd
-from hf_fastdecode._compat import CACHE, COMPILED_CALL
+from hf_fastdecode._compat import CACHE, COMPILED_CALL, doge_is_causal
 from hf_fastdecode.attention.overrides import OwnCode, overrides_of, register
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import modes
@@ -81,8 +81,10 @@ MODELS = {
 _ATTEND = GPTNeoSelfAttention._attn
 LOGITS = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
 TWO = ragged_prompts(40, 40, shared=40)
-MASKS_PROMPTS = "create_masks_for_generate" in vars(transformers.DogeForCausalLM)
-"""Whether Doge's prompts attend to earlier tokens alone, as they do in newer releases."""
+MASKS_PROMPTS = doge_is_causal(transformers.models.doge.modeling_doge)
+of_causal_doge = pytest.mark.skipif(
+    not MASKS_PROMPTS, reason="this transformers lets Doge's prompts attend to later tokens"
+)
 BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
 
 
@@ -124,18 +126,14 @@ def test_alibi_at_positions_that_half_precision_rounds(name):
     assert torch.allclose(shared, stock, rtol=0, atol=1e-5 * float(stock.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["bloom", "diffllama", "doge", "falcon-40b"])
+@pytest.mark.parametrize("name", ["bloom", "diffllama", pytest.param("doge", marks=of_causal_doge), "falcon-40b"])
 def test_reports_know_what_transformers_caches(name):
     model_type, fields = MODELS[name]
     model = tiny_model_of_type(model_type, **fields)
     call = ragged_prompts(40, 40, shared=40) | {"max_new_tokens": 3, "return_dict_in_generate": True}
     stock = sum(layer.keys.nbytes + layer.values.nbytes for layer in model.generate(**call)[CACHE].layers)
     with fd.enabled(model, min_saved_tokens=1):
-        returned = model.generate(**call)[CACHE]
-        if name == "doge" and not MASKS_PROMPTS:
-            assert fd.explain(model).last_call.path == "stock"
-            return
-        assert returned.nbytes.stock == stock
+        assert model.generate(**call)[CACHE].nbytes.stock == stock
         assert fd.explain(model).last_call.nbytes.stock == stock
 
 
@@ -286,7 +284,7 @@ def test_hidden_states_of_several_streams_run_stock(prompts):
     assert all(map(torch.equal, given.hidden_states[0], stock.hidden_states[0]))
 
 
-@pytest.mark.skipif(not MASKS_PROMPTS, reason="this transformers lets Doge's prompts attend to later tokens")
+@of_causal_doge
 def test_rows_of_which_doge_drops_tokens_run_stock():
     model, prompts = tiny_model_of_type("doge", **_DOGE), ragged_prompts(80, 80, shared=40)
     assert "keeps the 90 tokens of the largest gates" in report_of(model, prompts | {"max_new_tokens": 12}).reason

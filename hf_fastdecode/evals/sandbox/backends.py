@@ -252,10 +252,7 @@ class Container(Backend):
         return Launch(
             command,
             environment=dict(os.environ),  # of the client, which finds daemon and storage by it
-            # The first process of the container, which is not a descendant of the client.
-            holder=lambda: next(
-                (pid for pid, (name, *_) in processes_with(container).items() if name == b"/bin/sh"), None
-            ),
+            holder=lambda: _first_process_of(container),
             kills_for_memory=True,
             stop=lambda: _call(self.name, "kill", container),
         )

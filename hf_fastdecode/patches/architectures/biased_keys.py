@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import takes_old_name
+from ..._compat import doge_is_causal, takes_old_name
 from ...attention.interface import attend_shared, outgrows, positions_of_pass
 from ...attention.overrides import OwnCode
 from ...errors import Unsupported
@@ -220,9 +220,7 @@ def attend_doge(
     cached with its key. Of rows longer than `keep_window_size`, Doge keeps the keys of the largest gates.
     """
     modelling = sys.modules[type(module).__module__]
-    if "create_masks_for_generate" not in vars(
-        modelling.DogeForCausalLM
-    ):  # before transformers 5.24 or some before it
+    if not doge_is_causal(modelling):
         raise Unsupported("without padding its prompts attend to later tokens, in this release of transformers")
     kept = module.keep_window_size
     if outgrows(kept):
