@@ -1,0 +1,1 @@
+"""Forward passes without a cache over rows that begin alike: tokens that rows share are computed once."""
