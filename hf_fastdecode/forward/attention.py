@@ -213,9 +213,7 @@ class _Plan:
             mine, out = _at(call.queries, query), _at(call.queries, whole.out)
             seen = _at(call.keys, key), _at(call.keys, value)
             lse = _at(call.queries, whole.lse.T).T.contiguous()
-            parts = self.operator.backward(
-                _at(call.queries, grad), mine, *seen, Partial(out, lse), call, self.scoring
-            )
+            parts = self.operator.backward(_at(call.queries, grad), mine, *seen, Partial(out, lse), call, self.scoring)
             for total, part, where in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
                 total.add(where, part)
         return [total.value for total in sums]
@@ -256,9 +254,7 @@ class _Attention(torch.autograd.Function):
     """Attention whose gradient is computed by the operators again, from the merged result and its log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             whole = plan.attend(query, key, value, sinks)
         ctx.plan = plan
