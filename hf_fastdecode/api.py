@@ -15,9 +15,9 @@ from .attention.torch_operators import Backend
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
-from .generation.foreign_code import unwrapped
+from .generation.foreign_code import held_model
 from .generation.interception.generate import METHODS
-from .generation.model_state import STATE_LOCK, ModelState, state_of
+from .generation.model_state import STATE_LOCK, ModelState, generates, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
@@ -60,9 +60,11 @@ def enable(
     ``model.generate`` alone does not keep it alive, as it does in stock.
 
     Args:
-        model: A transformers model that generates, on any device: a decoder, or an encoder and a decoder; with text,
-            images, video or audio. One wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is
-            unwrapped first, here and in the other functions.
+        model: A transformers model on any device: one that generates, a decoder, or an encoder and a decoder; with
+            text, images, video or audio; or one that does not, such as a reward model or a decoder without a head. One
+            wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is unwrapped first, here and in
+            the other functions; of a module that holds exactly one model, such as one with a value head, that is
+            taken.
         backend: Attention operators of decode steps: ``auto`` chooses by device, dtype and size; ``triton`` forces
             this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
             operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces
@@ -107,7 +109,7 @@ def enable(
 
     Raises:
         ValueError: An option has an invalid value, or `reuse_prefix` fewer bytes than a token of this model.
-        TypeError: `model` neither is nor wraps a transformers model that generates.
+        TypeError: `model` neither is nor wraps a transformers model, nor holds exactly one.
     """
     options = Options(
         backend,
@@ -122,7 +124,7 @@ def enable(
         sequence_parallel,
         peer_timeout,
     )
-    inner = unwrapped(model)
+    inner = held_model(model)
     require_room(inner, options)
     _install(inner, options)
     return model
@@ -167,7 +169,7 @@ def disable(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     with STATE_LOCK:
         model_state = state_of(inner)
         if model_state is not None and model_state.is_generating():
@@ -185,7 +187,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         model: As for `enable`.
         options: As for `enable`.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     before = state_of(inner)
     previous = before.options if before is not None else None
     enable(model, **options)
@@ -204,14 +206,15 @@ def explain(model: nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
-    model_state, layout = state_of(inner), ModelLayout.of(inner)
+    inner = held_model(model)
+    model_state, layout, can_generate = state_of(inner), ModelLayout.of(inner), generates(inner)
     return Report(
         model=type(inner).__name__,
         enabled=model_state is not None,
         layer_count=len(layout.layers) or None,
-        model_reason=reason_of(check_model, inner, layout),
+        model_reason=reason_of(check_model, inner, layout) if can_generate else "it does not generate",
         last_call=model_state.last_call if model_state else None,
+        generates=can_generate,
     )
 
 
@@ -241,11 +244,16 @@ def prefill(
         `enable`) is computed and stored once; where layers have a state per row, if neighbours have it in common.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
-            forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too long for a
-            position embedding that depends on the text length.
+        ValueError: The model does not generate, is not enabled or cannot share context (e.g. training mode with
+            dropout, or custom forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too
+            long for a position embedding that depends on the text length.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
+    if not generates(inner):
+        raise ValueError(
+            f"prefill computes prompts for generate, and {type(inner).__name__} does not generate; pass a model that "
+            "does, such as one of AutoModelForCausalLM"
+        )
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")
