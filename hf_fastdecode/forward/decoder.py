@@ -45,7 +45,7 @@ def _returns_hidden_states(module: PreTrainedModel, *, is_base: bool) -> bool:
     parameters, outputs = _signature(type(module).forward)
     if "attention_mask" not in parameters or parameters.isdisjoint({"input_ids", "inputs_embeds"}):
         return False
-    return any("last_hidden_state" in vars(kind)["__dataclass_fields__"] for kind in outputs) if outputs else is_base
+    return any("last_hidden_state" in getattr(kind, "__dataclass_fields__", {}) for kind in outputs) if outputs else is_base
 
 
 @functools.cache
