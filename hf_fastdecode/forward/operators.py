@@ -8,7 +8,7 @@ the gradient of the queries is the sum over parts, as in Ring Attention (Liu et 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final, NamedTuple
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..attention.kv import Partial, Scoring
 from ..attention.torch_operators.operators import product
+from ..kernels.failures import KernelFailedError
+from ..kernels.prefill.api import prefill_partial, refusal
 
 _HALF: Final = torch.float16, torch.bfloat16
 _MOST_QUERIES: Final = 512
@@ -92,11 +94,10 @@ class Operator(ABC):
             ``[heads, tokens]`` in at least fp32, contiguous.
 
     Attributes:
-        copies: Keys that may be copied per query in the forward and in the backward pass, where a copy for each run
-            that attends to them makes calls fewer.
+        copies: Keys that may be copied per query, where a copy for each run that attends to them makes calls fewer.
     """
 
-    copies: tuple[float, float] = (0.0, 0.0)
+    copies: float = 0.0
 
     @abstractmethod
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, call: Call, scoring: Scoring) -> Partial:
@@ -112,10 +113,7 @@ class Operator(ABC):
 class Flash(Operator):
     """PyTorch's flash attention for runs of different lengths (signatures of torch 2.11 and 2.13)."""
 
-    def __init__(self, heads_per_kv_head: int):
-        # Copying a key and a value for all KV heads takes less than merging a query's partials for all heads, which
-        # the operator moreover rounds to half precision. A copy's gradient costs more: it is added up in fp32.
-        self.copies = 4.0 * heads_per_kv_head, 0.25
+    copies = 0.25  # a copy's gradient is added up in fp32
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor, call: Call, scoring: Scoring) -> Partial:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -290,13 +288,46 @@ def _by_token(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def choose_operator(query: Tensor, values: Tensor, scoring: Scoring, kv_heads: int) -> Operator:
+def attend_by_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, intervals: Callable[[], Sequence[Tensor]], scoring: Scoring
+) -> Partial | None:
+    """Attention of all queries without sinks by the prefill kernel, which merges nodes in fp32 and copies no keys.
+
+    On an H200 it takes 0.6 to 0.95 of the time of flash attention over copies of each path's keys, whose merged
+    results would be rounded once for each part.
+
+    Args:
+        intervals: Returns, of disjoint keys, those that queries see, as `prefill_partial` takes them.
+
+    Returns:
+        ``out`` ``[tokens, heads, head_dim]`` and ``lse`` ``[heads, tokens]``, fp32; None where it does not run: off a
+        GPU, in other dtypes than half precision, for heads that it does not support, or after a failure.
+    """
+    by_head = query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
+    if not query.is_cuda or query.dtype not in _HALF or refusal(*by_head) is not None:
+        return None
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    lse = out.new_full((query.shape[1], len(query)), -torch.inf)
+    try:
+        for part in intervals():
+            prefill_partial(
+                *(*by_head, part),
+                scale=scoring.scale,
+                soft_cap=scoring.softcap,
+                earlier=(out.transpose(0, 1), lse),
+            )
+    except KernelFailedError:
+        return None
+    return Partial(out, lse)
+
+
+def choose_operator(query: Tensor, values: Tensor, scoring: Scoring) -> Operator:
     """The operator for queries and values of these shapes and scores whose window, if given, hides keys."""
     head_dim, half = query.shape[-1], query.dtype in _HALF
     if scoring.softcap is not None or values.shape[-1] != head_dim:
         return Products()
     if query.is_cuda and half and head_dim % 8 == 0 and head_dim <= _widest_flash(query.device):
-        return Flash(query.shape[1] // kv_heads)
+        return Flash()
     if query.device.type == "cpu" and scoring.window is None:
         return FusedOnCpu()
     return Products()

@@ -62,6 +62,8 @@ class PackedPass(RowLengths):
         with ExitStack() as stack:
             stack.enter_context(active(structure.configs, self))
             stack.enter_context(_checkpoints.on(list(_changes(structure.walk.modules, structure.configs))))
+            if structure.fused is not None and not torch.is_grad_enabled():  # kernels have no gradients
+                stack.enter_context(structure.fused.installed())
             yield
 
 
