@@ -117,11 +117,10 @@ def test_norms_of_transposed_heads(launches: Counted) -> None:
     assert found.stride() == norm(x).stride()
 
 
-def test_other_threads_and_dtypes_and_gradients_keep_the_models_code(launches: Counted) -> None:
+def test_other_threads_and_dtypes_keep_the_models_code(launches: Counted) -> None:
     model = half()
     with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:
         pool.submit(logits, model).result()
-        model(torch.tensor([[5, 6]], device=DEVICE)).logits.float().sum().backward()
         assert launches.count == 0
         assert model.model.norm.weight.grad is not None
         logits(model)
