@@ -122,7 +122,6 @@ def test_other_threads_and_dtypes_keep_the_models_code(launches: Counted) -> Non
     with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:
         pool.submit(logits, model).result()
         assert launches.count == 0
-        assert model.model.norm.weight.grad is not None
         logits(model)
         assert launches.count == 5
         logits(model.float())
