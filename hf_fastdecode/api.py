@@ -15,9 +15,12 @@ from .attention.torch_operators import Backend
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
+from .forward.decoder import decoder_of
+from .forward.seam import forward as shared_forward
 from .generation.foreign_code import unwrapped
 from .generation.interception.generate import METHODS
-from .generation.model_state import STATE_LOCK, ModelState, state_of
+from .generation.interception.switches import Wrapper
+from .generation.model_state import STATE_LOCK, ModelState, last_forward_of, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
@@ -49,6 +52,7 @@ def enable(
     max_prefill_tokens: int = 16384,
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,
+    share_forward: bool = True,
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False,
     peer_timeout: float = 60,
 ) -> Model:
@@ -93,6 +97,10 @@ def enable(
             many bytes (at least those of one token; 0 none), of at most 64 calls. They are dropped when weights or
             active adapters change. Prompts of at least `min_saved_tokens` then run shared although nothing is saved
             yet.
+        share_forward: Whether forward passes without a cache over rows that begin alike, as in scoring and training,
+            compute shared tokens once, with the outputs and gradients of stock: passes of the model itself and of
+            all that holds its decoder, such as heads, adapters and trainers. Outputs of padding are 0, without a
+            gradient. Passes that save fewer than `min_saved_tokens` run stock.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
             attends to it; a collective per layer merges the partials. ``"auto"`` divides between the processes of the
@@ -119,6 +127,7 @@ def enable(
         max_prefill_tokens,
         max_rows,
         reuse_prefix,
+        share_forward,
         sequence_parallel,
         peer_timeout,
     )
@@ -133,15 +142,25 @@ def _install(model: PreTrainedModel, options: Options) -> None:
     if (newer := _compat.untested_transformers()) is not None:
         _warn_of(newer)
     with STATE_LOCK:
-        model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
-        if model_state is None:
-            model_state = ModelState(model, options, METHODS)
-            model_state.methods.install(model, model_state)
-        else:
-            model_state.options, model_state.disable_pending = options, False
-            model_state.captures.retry()
-            if not options.reuse_prefix:
-                model_state.prefix_store.clear()
+        model_state = _installed(model, options, METHODS)
+        if (decoder := decoder_of(model)) is not None:
+            _installed(decoder, options, {"forward": shared_forward}, owner=model_state)
+
+
+def _installed(
+    model: PreTrainedModel, options: Options, methods: Mapping[str, Wrapper], *, owner: ModelState | None = None
+) -> ModelState:
+    """The state of a model, or of its decoder, with these options, and overrides of these methods."""
+    model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
+    if model_state is None:
+        model_state = ModelState(model, options, methods, owner)
+        model_state.methods.install(model, model_state)
+    else:
+        model_state.options, model_state.disable_pending = options, False
+        model_state.captures.retry()
+        if not options.reuse_prefix:
+            model_state.prefix_store.clear()
+    return model_state
 
 
 @functools.cache  # once per process
@@ -212,6 +231,7 @@ def explain(model: nn.Module) -> Report:
         layer_count=len(layout.layers) or None,
         model_reason=reason_of(check_model, inner, layout),
         last_call=model_state.last_call if model_state else None,
+        last_forward=last_forward_of(inner),
     )
 
 

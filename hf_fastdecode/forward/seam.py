@@ -1,0 +1,140 @@
+"""The override of a decoder's ``forward``: passes without a cache compute tokens that rows share once.
+
+The decoder is the module that returns ``last_hidden_state``. It is given all rows, and returns hidden states of all
+rows, so that heads, losses and wrappers around it do not notice; between, its layers run on one packed row of the
+batch's distinct tokens, of which each attends to its own path of the trie.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .._compat import CACHE, cache_in
+from ..cache.shared import named_arguments
+from ..errors import Unsupported, reason_of
+from ..generation.model_state import ModelState
+from ..generation.report import ForwardReport
+from ..generation.structure import Structure
+from .packed import CacheOfRows, PackedPass, to_rows
+from .rows import NAMES, WITHOUT_EFFECT, read_batch
+from .support import check_decoder, check_settings
+from .trie import Trie
+
+_LEAST_SHARE = 0.02
+"""Part of the given tokens that sharing must save: less is lost in attention by parts."""
+
+
+def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a pass without a cache over the distinct tokens of its rows, if that saves enough, else the decoder's own."""
+    original = state.methods.original(decoder, "forward")
+    if not state.options.share_forward or cache_in(kwargs) is not None or torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    return _forward(state, decoder, original, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forward(
+    state: ModelState,
+    decoder: PreTrainedModel,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+    given = named_arguments(names, args, kwargs) if args else dict(kwargs)
+    if cache_in(given) is not None:
+        return original(*args, **kwargs)
+    report = state.last_forward = ForwardReport()
+    structure = state.structure_of(decoder)
+    try:
+        try:
+            output = _shared(state, decoder, original, structure, given, report)
+        except Unsupported as error:
+            report.path, report.reason = "stock", str(error)
+            output = None
+        if output is None:
+            return original(*args, **kwargs)
+        return output
+    except BaseException as error:
+        report.fail(error)
+        raise
+    finally:
+        structure.release()
+        state.log_once(str(report), logging.INFO)
+
+
+def _shared(
+    state: ModelState,
+    decoder: PreTrainedModel,
+    original: Callable[..., Any],
+    structure: Structure,
+    given: dict[str, Any],
+    report: ForwardReport,
+) -> Any:
+    """The output of the packed pass; raises `Unsupported`."""
+    batch = read_batch(decoder, given)
+    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
+        raise Unsupported(reason)
+    saving = state.options.fewest_saved
+    trie = batch.trie(least=state.options.min_shared_tokens, saving=saving)
+    report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
+    check_settings(decoder, given, trie.longest)
+    needed = max(saving, int(_LEAST_SHARE * trie.given)) if state.options.min_saved_tokens == "auto" else saving
+    if trie.saved < needed:
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
+    packed = PackedPass(trie.longest, tree=trie.tree, keeps=_makes_cache(decoder, given))
+    arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
+    try:
+        with packed.running(structure):
+            output = original(**arguments)
+    except Unsupported as error:
+        if packed.layers and structure.gathering is not None:  # others may wait in layers that would run again
+            raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
+        raise
+    _check_output(structure, packed, output)
+    report.path, report.reason = "shared", f"{trie.saved} tokens are in rows that begin alike"
+    return _of_rows(decoder, output, packed, trie, given)
+
+
+def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None:
+    """Raise `Unsupported`, from now on without a pass, if layers attended otherwise than was seen."""
+    expected, reason = structure.layout.per_token.keys(), None
+    if packed.layers < len(expected):
+        reason = f"{packed.layers} of its {len(expected)} layers attend by transformers' attention interface"
+    elif packed.keeps and packed.stored.keys() != expected:
+        reason = "its layers' keys and values are not those of a cache; pass use_cache=False"
+    elif others := output.keys() - {"last_hidden_state", "hidden_states"}:
+        reason = f"its output has {', '.join(sorted(others))}"
+    if reason is not None:
+        structure.keep("forward", reason)
+        raise Unsupported(reason)
+
+
+def _of_rows(decoder: PreTrainedModel, output: Any, packed: PackedPass, trie: Trie, given: dict[str, Any]) -> Any:
+    """The output of a packed row as that of all rows."""
+    hidden: Tensor = output["last_hidden_state"]
+    index = torch.from_numpy(trie.index).to(hidden.device)
+    output["last_hidden_state"] = to_rows(hidden, index)
+    if (states := output.get("hidden_states")) is not None:
+        output["hidden_states"] = tuple(to_rows(layer, index) for layer in states)
+    if packed.keeps:
+        output[CACHE] = CacheOfRows(decoder.config, packed.stored, index.clamp(max=len(trie.places) - 1))
+    asked = given.get("return_dict")
+    return output if (decoder.config.return_dict if asked is None else asked) else output.to_tuple()
+
+
+def _makes_cache(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Whether the decoder's own pass would return a cache, which it is not given."""
+    asked = given.get("use_cache")
+    if not (getattr(decoder.config, "use_cache", False) if asked is None else asked):
+        return False
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
+    return not (checkpoints and decoder.training)
