@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -29,9 +26,11 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import hf_fastdecode as fd
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
+from hf_fastdecode.generation.report import ForwardReport
 
 from ..tiny_models import tiny_model
-from .training import base_of, reward
+from .recording import recorded_passes
+from .training import reward
 
 ROWS, NEW_TOKENS, STEPS = 4, 8, 5
 _ROLLOUTS = {"max_completion_length": NEW_TOKENS, "num_generations": 4, "per_device_train_batch_size": ROWS}
@@ -62,8 +61,8 @@ class Scored:
     start: dict[str, Tensor]
     parameters: dict[str, Tensor]
     metrics: list[dict[str, float]]
-    tokens: list[list[int]] = field(default_factory=list)
-    passes: list[Any] = field(default_factory=list)
+    tokens: list[list[int]]
+    passes: list[ForwardReport]
 
 
 def train_scored(
@@ -79,12 +78,12 @@ def train_scored(
         peft_config: Trains an adapter.
         options: Fields of the trainer's config.
     """
-    trainer, tokens = _trainer(name, folder, model, peft_config, options), []
-    models = [one for one in (trainer.model, getattr(trainer, "ref_model", None)) if one is not None]
-    for one in models if enable else ():
-        fd.enable(one)
+    tokens: list[list[int]] = []
+    trainer = _trainer(name, folder, model, peft_config, options, tokens)
+    for one in (trainer.model, getattr(trainer, "ref_model", None)) if enable else ():
+        if one is not None:
+            fd.enable(one)
     start = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
-    trainer.reward_funcs = [_recording(tokens)] if hasattr(trainer, "reward_funcs") else None
     set_seed(0)
     with recorded_passes() as passes:
         trainer.train()
@@ -93,13 +92,9 @@ def train_scored(
     return Scored(start, found, metrics, tokens, passes)
 
 
-@contextmanager
-def recorded_passes() -> Iterator[list[Any]]:
-    """Reports of all passes of enabled models, as `fd.explain(model).last_forward` has the last."""
-    yield []
-
-
-def _trainer(name: str, folder: Path, model: str, peft_config: Any, options: dict[str, Any]) -> Trainer:
+def _trainer(
+    name: str, folder: Path, model: str, peft_config: Any, options: dict[str, Any], tokens: list[list[int]]
+) -> Trainer:
     kind, config, sizes = TRAINERS[name]
     _, tokenizer = fd.load_embedded()
     special = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
@@ -108,7 +103,7 @@ def _trainer(name: str, folder: Path, model: str, peft_config: Any, options: dic
     set_seed(0)  # weights of a head, of an adapter
     arguments = {"num_labels": 1} if name == "reward" else {}
     given: dict[str, Any] = {
-        "model": auto.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation=options.pop("attention", None), **arguments),
+        "model": auto.from_pretrained(folder / "model", dtype=torch.float32, **arguments),
         "args": config(
             output_dir=str(folder),
             **{"use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no", "logging_steps": 1}
@@ -122,7 +117,7 @@ def _trainer(name: str, folder: Path, model: str, peft_config: Any, options: dic
         "peft_config": peft_config,
     }
     if name in ("grpo", "rloo"):
-        given["reward_funcs"] = reward
+        given["reward_funcs"] = _recording(tokens)
     return kind(**given)
 
 

@@ -25,7 +25,7 @@ SHARED = ((40, 3), (56, 5))
 
 
 def batch(rank: int, step: int) -> dict[str, Tensor]:
-    """Left-padded rows of one prompt."""
+    """Rows of one prompt, padded on the right."""
     shared, rows = SHARED[rank]
     rows = 1 if (rank, step) == (0, STEPS - 1) else rows
     generator = torch.Generator().manual_seed(10 * rank + step)
@@ -33,8 +33,8 @@ def batch(rank: int, step: int) -> dict[str, Tensor]:
     ids, mask = torch.zeros(rows, width, dtype=torch.long), torch.zeros(rows, width, dtype=torch.long)
     for row in range(rows):
         own = torch.randint(3, 97, (3 * row + 2,), generator=generator)
-        ids[row, width - shared - len(own) :] = torch.cat([prompt, own])
-        mask[row, width - shared - len(own) :] = 1
+        ids[row, : shared + len(own)] = torch.cat([prompt, own])
+        mask[row, : shared + len(own)] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
@@ -55,7 +55,7 @@ def train(models: Models, wrap: Callable[[PreTrainedModel], nn.Module], enable: 
     wrapped = wrap(model)
     if enable:
         fd.enable(wrapped, min_saved_tokens=8)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, eps=1e-4)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.3)
     losses, passes = [], []
     for step in range(STEPS):
         loss = wrapped(**batch(models.rank, step), use_cache=False).loss
