@@ -160,6 +160,7 @@ def _installed(
         model_state.captures.retry()
         if not options.reuse_prefix:
             model_state.prefix_store.clear()
+            model_state.kept_forward = None
     return model_state
 
 

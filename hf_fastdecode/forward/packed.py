@@ -19,6 +19,7 @@ from ..generation.structure import Structure
 from ..instance_methods import Change, Switch
 from .attention import attend
 from .nodes import Tree
+from .reuse import Layers
 
 _CHECKPOINT: Final = "_gradient_checkpointing_func"
 """Attribute of transformers' modules with the function that checkpoints them."""
@@ -32,19 +33,24 @@ class PackedPass(RowLengths):
 
     Attributes:
         tree: The tokens' nodes.
+        kept: Keys and values of the tree's first tokens in each layer, which are not in the row.
         keeps: Whether `stored` gets what layers attend to.
         stored: Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``.
         layers: Attention layers that have run.
     """
 
     tree: Tree = field(default_factory=lambda: Tree(()))
+    kept: Layers = field(default_factory=dict)
     keeps: bool = False
-    stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stored: Layers = field(default_factory=dict)
     layers: int = 0
 
     def attends_to(self, module: nn.Module, keys: Tensor, values: Tensor) -> SharedKV:
+        index = getattr(module, "layer_idx", None)
+        if self.kept:
+            before = self.kept[index]
+            keys, values = (torch.cat(pair, 2) for pair in zip(before, (keys, values), strict=True))
         if self.keeps:
-            index = getattr(module, "layer_idx", None)
             if not isinstance(index, int):
                 raise Unsupported(f"{type(module).__name__} does not say which layer it is", "pass use_cache=False")
             self.stored.setdefault(index, (keys, values))
@@ -105,11 +111,11 @@ class CacheOfRows(DynamicCache):
         index: ``[rows, width]`` int64: which of these tokens each place has; for padding, any.
     """
 
-    def __init__(self, config: PreTrainedConfig, stored: dict[int, tuple[Tensor, Tensor]], index: Tensor):
+    def __init__(self, config: PreTrainedConfig, stored: Layers, index: Tensor):
         self._packed = config, stored, index
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_packed" or (packed := vars(self).pop("_packed", None)) is None:
+        if name == "_packed" or (packed := self.__dict__.pop("_packed", None)) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         config, stored, index = packed
         super().__init__(config=config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -31,34 +31,30 @@ class Batch:
     """The rows of a pass.
 
     Attributes:
-        ids: ``[rows, width]`` int64, or None where `embeddings` are given.
-        embeddings: ``[rows, width, hidden_size]``, or None.
+        inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
+        are_ids: Which of them.
         rows: The real tokens of each row.
         planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
     """
 
-    ids: Tensor | None
-    embeddings: Tensor | None
+    inputs: Tensor
+    are_ids: bool
     rows: list[Row]
     planes: int
-
-    @property
-    def inputs(self) -> Tensor:
-        return self.ids if self.embeddings is None else self.embeddings
 
     @property
     def width(self) -> int:
         return self.inputs.shape[1]
 
-    def trie(self, *, least: int, saving: int) -> Trie:
-        """What the rows have in common, see `build_trie`.
+    def trie(self, *, least: int, saving: int, kept: Sequence[Row] = ()) -> Trie:
+        """What the rows have in common with each other and with kept ones, see `build_trie`.
 
         Raises:
             Unsupported: Different embeddings have the same hash.
         """
-        trie = build_trie(self.rows, self.width, least=least, saving=saving)
-        if self.embeddings is not None:
-            flat, index = self.embeddings.flatten(0, 1), torch.from_numpy(trie.index.reshape(-1))
+        trie = build_trie(self.rows, self.width, least=least, saving=saving, kept=kept)
+        if not self.are_ids:
+            flat, index = self.inputs.flatten(0, 1), torch.from_numpy(trie.index.reshape(-1))
             real = index < len(trie.places)
             taken = torch.from_numpy(trie.places)[index[real]]
             if not torch.equal(flat[real.to(flat.device)], flat[taken.to(flat.device)]):
@@ -70,7 +66,7 @@ class Batch:
         device = self.inputs.device
         places = torch.from_numpy(trie.places).to(device)
         positions = torch.from_numpy(trie.positions).to(device)[None]
-        name = NAMES.ids if self.embeddings is None else NAMES.embeddings
+        name = NAMES.ids if self.are_ids else NAMES.embeddings
         return {
             name: self.inputs.flatten(0, 1)[places][None],
             # With a mask, transformers does not take positions that begin anew for those of packed sequences.
@@ -79,8 +75,8 @@ class Batch:
         }
 
 
-def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any]) -> Batch:
-    """Read the arguments of a pass without a cache.
+def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int = 2) -> Batch:
+    """Read the arguments of a pass without a cache, of at least so many rows.
 
     Raises:
         Unsupported: They are not those of rows of tokens whose masks hide padding alone.
@@ -95,7 +91,7 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any]) -> Batch:
     if not isinstance(inputs, Tensor) or inputs.dim() != (2 if embeddings is None else 3):
         raise Unsupported(f"the pass is given tokens of shape {list(getattr(inputs, 'shape', []))}")
     rows, width = inputs.shape[:2]
-    if rows < 2 or not width:
+    if rows < least or not width:
         raise Unsupported(f"the pass has {rows} row{'' if rows == 1 else 's'} of {width} tokens")
     if embeddings is not None and embeddings.requires_grad and torch.is_grad_enabled():
         raise Unsupported("inputs_embeds need a gradient, each row's its own")
@@ -107,9 +103,9 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any]) -> Batch:
         firsts = [0 if counts_shown else start for start, _ in spans]
     else:
         firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
-    keys = _host(ids) if embeddings is None else _hashes(embeddings)
-    read = [Row(row[start:stop], start, first) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
-    return Batch(ids, embeddings, read, planes)
+    keys = _host(inputs) if embeddings is None else _hashes(embeddings)
+    read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
+    return Batch(inputs, embeddings is None, read, planes)
 
 
 def _host(tensor: Tensor) -> Numbers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,12 @@ from .._compat import CACHE, cache_in
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
+from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, to_rows
-from .rows import NAMES, WITHOUT_EFFECT, read_batch
+from .reuse import ModelThen, Prefixes, keep
+from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import check_decoder, check_settings
 from .trie import Trie
 
@@ -79,17 +82,20 @@ def _shared(
     report: ForwardReport,
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
-    batch = read_batch(decoder, given)
+    options = state.options
+    shows_states = given.get("output_hidden_states") or decoder.config.output_hidden_states  # which are not kept
+    most = 0 if torch.is_grad_enabled() or shows_states else options.reused_bytes
+    batch = read_batch(decoder, given, least=1 if most else 2)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
-    saving = state.options.fewest_saved
-    trie = batch.trie(least=state.options.min_shared_tokens, saving=saving)
+    before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
+    report.kept = trie.tree.kept
     check_settings(decoder, given, trie.longest)
-    needed = max(saving, int(_LEAST_SHARE * trie.given)) if state.options.min_saved_tokens == "auto" else saving
-    if trie.saved < needed:
-        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
-    packed = PackedPass(trie.longest, tree=trie.tree, keeps=_makes_cache(decoder, given))
+    _check_gain(options, trie, reuses=bool(most))
+    makes_cache = _makes_cache(decoder, given)
+    kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
+    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
     try:
@@ -100,8 +106,45 @@ def _shared(
             raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
         raise
     _check_output(structure, packed, output)
+    if hidden_before is not None:
+        output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
+    if most and batch.are_ids:
+        then = ModelThen.of(decoder, structure) if before is None else before.then
+        hidden = output["last_hidden_state"]
+        state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", f"{trie.saved} tokens are in rows that begin alike"
-    return _of_rows(decoder, output, packed, trie, given)
+    index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
+    if makes_cache:
+        own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
+        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.tokens - 1))
+    return _of_rows(decoder, output, index, given)
+
+
+def _found(
+    state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool
+) -> tuple[Prefixes | None, Trie]:
+    """What an earlier pass has kept, if it still holds, and what the rows have in common with it and each other."""
+    options, before = state.options, None
+    if reuses and batch.are_ids and isinstance(found := state.kept_forward, Prefixes):
+        before = found if found.then.is_now(decoder, structure) else None
+    find = partial(batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
+    trie = find(kept=before.rows if before is not None else ())
+    if not len(trie.places):  # the decoder runs over at least one token
+        return before, find()
+    return before, trie
+
+
+def _check_gain(options: Options, trie: Trie, *, reuses: bool) -> None:
+    """Raise `Unsupported` if a pass saves too little, now or for later ones."""
+    needed = options.fewest_saved
+    if reuses:
+        if trie.longest < needed:
+            raise Unsupported(f"the longest row has {trie.longest} tokens, and {needed} are worth keeping")
+        return
+    if options.min_saved_tokens == "auto":
+        needed = max(needed, int(_LEAST_SHARE * trie.given))
+    if trie.saved < needed:
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
 
 
 def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None:
@@ -109,7 +152,7 @@ def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None
     expected, reason = structure.layout.per_token.keys(), None
     if packed.layers < len(expected):
         reason = f"{packed.layers} of its {len(expected)} layers attend by transformers' attention interface"
-    elif packed.keeps and packed.stored.keys() != expected:
+    elif packed.keeps and expected - packed.stored.keys():
         reason = "its layers' keys and values are not those of a cache; pass use_cache=False"
     elif others := output.keys() - {"last_hidden_state", "hidden_states"}:
         reason = f"its output has {', '.join(sorted(others))}"
@@ -118,15 +161,11 @@ def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None
         raise Unsupported(reason)
 
 
-def _of_rows(decoder: PreTrainedModel, output: Any, packed: PackedPass, trie: Trie, given: dict[str, Any]) -> Any:
+def _of_rows(decoder: PreTrainedModel, output: Any, index: Tensor, given: dict[str, Any]) -> Any:
     """The output of a packed row as that of all rows."""
-    hidden: Tensor = output["last_hidden_state"]
-    index = torch.from_numpy(trie.index).to(hidden.device)
-    output["last_hidden_state"] = to_rows(hidden, index)
+    output["last_hidden_state"] = to_rows(output["last_hidden_state"], index)
     if (states := output.get("hidden_states")) is not None:
         output["hidden_states"] = tuple(to_rows(layer, index) for layer in states)
-    if packed.keeps:
-        output[CACHE] = CacheOfRows(decoder.config, packed.stored, index.clamp(max=len(trie.places) - 1))
     asked = given.get("return_dict")
     return output if (decoder.config.return_dict if asked is None else asked) else output.to_tuple()
 

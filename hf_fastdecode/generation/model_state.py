@@ -48,6 +48,7 @@ class ModelState:
         self.options, self.owner = options, owner
         self.last_call: CallReport | None = None
         self.last_forward: ForwardReport | None = None
+        self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
@@ -91,6 +92,7 @@ class ModelState:
         for part, state in owned_by(self, model):
             state.uninstall(part)
         self.methods.uninstall(model)
+        self.kept_forward = None
         self.prefix_store.clear()
         self.captures.release()
 
