@@ -17,10 +17,10 @@ from .cache.shared import SharedContextCache
 from .errors import reason_of
 from .forward.decoder import decoder_of
 from .forward.seam import forward as shared_forward
-from .generation.foreign_code import unwrapped
+from .generation.foreign_code import held_model
 from .generation.interception.generate import METHODS
 from .generation.interception.switches import Wrapper
-from .generation.model_state import STATE_LOCK, ModelState, last_forward_of, state_of
+from .generation.model_state import STATE_LOCK, ModelState, generates, last_forward_of, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
@@ -64,9 +64,11 @@ def enable(
     ``model.generate`` alone does not keep it alive, as it does in stock.
 
     Args:
-        model: A transformers model that generates, on any device: a decoder, or an encoder and a decoder; with text,
-            images, video or audio. One wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is
-            unwrapped first, here and in the other functions.
+        model: A transformers model on any device: one that generates, a decoder, or an encoder and a decoder; with
+            text, images, video or audio; or one that does not, such as a reward model or a decoder without a head. One
+            wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is unwrapped first, here and in
+            the other functions; of a module that holds exactly one model, such as one with a value head, that is
+            taken.
         backend: Attention operators of decode steps: ``auto`` chooses by device, dtype and size; ``triton`` forces
             this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
             operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces
@@ -115,7 +117,7 @@ def enable(
 
     Raises:
         ValueError: An option has an invalid value, or `reuse_prefix` fewer bytes than a token of this model.
-        TypeError: `model` neither is nor wraps a transformers model that generates.
+        TypeError: `model` neither is nor wraps a transformers model, nor holds exactly one.
     """
     options = Options(
         backend,
@@ -131,7 +133,7 @@ def enable(
         sequence_parallel,
         peer_timeout,
     )
-    inner = unwrapped(model)
+    inner = held_model(model)
     require_room(inner, options)
     _install(inner, options)
     return model
@@ -142,8 +144,11 @@ def _install(model: PreTrainedModel, options: Options) -> None:
     if (newer := _compat.untested_transformers()) is not None:
         _warn_of(newer)
     with STATE_LOCK:
-        model_state = _installed(model, options, METHODS)
-        if (decoder := decoder_of(model)) is not None:
+        decoder, methods = decoder_of(model), METHODS if generates(model) else {}
+        if decoder is model:
+            methods = {**methods, "forward": shared_forward}
+        model_state = _installed(model, options, methods)
+        if decoder is not None and decoder is not model:
             _installed(decoder, options, {"forward": shared_forward}, owner=model_state)
 
 
@@ -187,7 +192,7 @@ def disable(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     with STATE_LOCK:
         model_state = state_of(inner)
         if model_state is not None and model_state.is_generating():
@@ -205,7 +210,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         model: As for `enable`.
         options: As for `enable`.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     before = state_of(inner)
     previous = before.options if before is not None else None
     enable(model, **options)
@@ -224,15 +229,16 @@ def explain(model: nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
-    model_state, layout = state_of(inner), ModelLayout.of(inner)
+    inner = held_model(model)
+    model_state, layout, can_generate = state_of(inner), ModelLayout.of(inner), generates(inner)
     return Report(
         model=type(inner).__name__,
         enabled=model_state is not None,
         layer_count=len(layout.layers) or None,
-        model_reason=reason_of(check_model, inner, layout),
+        model_reason=reason_of(check_model, inner, layout) if can_generate else "it does not generate",
         last_call=model_state.last_call if model_state else None,
         last_forward=last_forward_of(inner),
+        generates=can_generate,
     )
 
 
@@ -262,11 +268,16 @@ def prefill(
         `enable`) is computed and stored once; where layers have a state per row, if neighbours have it in common.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
-            forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too long for a
-            position embedding that depends on the text length.
+        ValueError: The model does not generate, is not enabled or cannot share context (e.g. training mode with
+            dropout, or custom forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too
+            long for a position embedding that depends on the text length.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
+    if not generates(inner):
+        raise ValueError(
+            f"prefill computes prompts for generate, and {type(inner).__name__} does not generate; pass a model that "
+            "does, such as one of AutoModelForCausalLM"
+        )
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")

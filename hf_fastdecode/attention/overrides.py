@@ -172,7 +172,7 @@ class RowLengths:
         self.same_up_to = min(window, self.same_up_to or window)
         return None
 
-    def attends_to(self, module: nn.Module, keys: Tensor, values: Tensor) -> SharedKV:
+    def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
         """What a layer of the pass attends to that was given tensors, not what a cache stores.
 
         Raises:

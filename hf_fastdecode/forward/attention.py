@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, TypeVar, cast
 
@@ -43,13 +44,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
     """
     if scoring.distances is not None:
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
-    paths = _once(tree, "paths", lambda: _Paths(tree))
+    paths = _once(tree, "paths", partial(_Paths, tree))
     if scoring.window is not None and paths.longest <= scoring.window:
         scoring = replace(scoring, window=None)
     window, device = scoring.window, query.device
     operator = choose_operator(query, value, scoring, key.shape[1])
     forward, backward = (
-        _once(tree, (window, copies, device), lambda copies=copies: paths.calls(window, copies, device))
+        _once(tree, (window, copies, device), partial(paths.calls, window, copies, device))
         for copies in operator.copies
     )
     plan = _Plan(operator, scoring, forward, backward)
@@ -188,8 +189,8 @@ class _Plan:
         """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``, contiguous."""
         whole = None
         for call in self.forward:
-            mine, *seen = _at(call.queries, query), _at(call.keys, key), _at(call.keys, value)
-            part = self.operator.forward(mine, *seen, call, self.scoring)
+            inputs = _at(call.queries, query), _at(call.keys, key), _at(call.keys, value)
+            part = self.operator.forward(*inputs, call, self.scoring)
             if whole is None:
                 whole = part
                 continue
@@ -210,12 +211,10 @@ class _Plan:
         """Gradients of queries, keys and values, in their dtypes, by that of ``whole.out``."""
         sums = [_Sum(part, len(self.backward)) for part in (query, key, value)]
         for call in self.backward:
-            mine, out = _at(call.queries, query), _at(call.queries, whole.out)
+            mine = _at(call.queries, grad), _at(call.queries, query)
+            of_mine = Partial(_at(call.queries, whole.out), _at(call.queries, whole.lse.T).T.contiguous())
             seen = _at(call.keys, key), _at(call.keys, value)
-            lse = _at(call.queries, whole.lse.T).T.contiguous()
-            parts = self.operator.backward(
-                _at(call.queries, grad), mine, *seen, Partial(out, lse), call, self.scoring
-            )
+            parts = self.operator.backward(*mine, *seen, of_mine, call, self.scoring)
             for total, part, where in zip(sums, parts, (call.queries, call.keys, call.keys), strict=True):
                 total.add(where, part)
         return [total.value for total in sums]
@@ -230,7 +229,8 @@ class _Sum:
     """Sum of the gradients that several calls give to tokens of one tensor, rounded once where there are many."""
 
     def __init__(self, like: Tensor, terms: int):
-        self._like, self._terms, self._total = like, terms, None
+        self._like, self._terms = like, terms
+        self._total: Tensor | None = None
 
     def add(self, tokens: slice | Tensor, part: Tensor) -> None:
         """Add gradients of these tokens."""
@@ -256,9 +256,7 @@ class _Attention(torch.autograd.Function):
     """Attention whose gradient is computed by the operators again, from the merged result and its log-sum-exp."""
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         with torch.autocast(query.device.type, enabled=False):
             whole = plan.attend(query, key, value, sinks)
         ctx.plan = plan

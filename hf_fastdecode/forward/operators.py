@@ -264,7 +264,9 @@ def _no_keys(query: Tensor, values: Tensor) -> Partial:
 
 def _zeros(*inputs: Tensor) -> Gradients:
     """Memory for their gradients, in at least fp32."""
-    return Gradients(*(part.new_zeros(part.shape, dtype=torch.promote_types(part.dtype, torch.float32)) for part in inputs))
+    return Gradients(
+        *(part.new_zeros(part.shape, dtype=torch.promote_types(part.dtype, torch.float32)) for part in inputs)
+    )
 
 
 def _at_least_fp32(*parts: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""A pass over one packed row of distinct tokens: what its layers attend to, also when checkpoints compute them again."""
+"""A pass over one packed row of distinct tokens: what its layers attend to, also when checkpoints recompute them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,13 @@ class PackedPass(RowLengths):
     stored: Layers = field(default_factory=dict)
     layers: int = 0
 
-    def attends_to(self, module: nn.Module, keys: Tensor, values: Tensor) -> SharedKV:
+    def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
         index = getattr(module, "layer_idx", None)
-        if self.kept:
-            before = self.kept[index]
-            keys, values = (torch.cat(pair, 2) for pair in zip(before, (keys, values), strict=True))
         if self.keeps:
             if not isinstance(index, int):
                 raise Unsupported(f"{type(module).__name__} does not say which layer it is", "pass use_cache=False")
+            if self.kept:
+                keys, values = (torch.cat(pair, 2) for pair in zip(self.kept[index], (keys, values), strict=True))
             self.stored.setdefault(index, (keys, values))
         self.layers += 1
         return _PackedKV(self.tree, keys, values)
@@ -103,7 +102,7 @@ def _checkpointed(
 
 
 class CacheOfRows(DynamicCache):
-    """transformers' cache of a pass that computed shared tokens once, made of its keys and values when it is first used.
+    """transformers' cache of a pass over a packed row, made of its keys and values when it is first used.
 
     Args:
         config: The decoder's.
@@ -128,8 +127,8 @@ class CacheOfRows(DynamicCache):
 def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
     """Hidden states ``[1, tokens, hidden_size]`` of distinct tokens, at each place of ``[rows, width]``.
 
-    Places with the index ``tokens`` are padding: 0, and without a gradient. The gradient of a token is the sum of those
-    of its places, summed in fp32 at least.
+    Places with the index ``tokens`` are padding: 0, and without a gradient. The gradient of a token is the sum of
+    those of its places, summed in fp32 at least.
     """
     tokens = hidden.shape[1]
     padded = torch.nn.functional.pad(hidden[0], (0, 0, 0, 1))

@@ -80,8 +80,11 @@ def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: Mode
         layers: Keys and values of all nodes' tokens.
         hidden: ``[1, tokens, hidden_size]`` of all nodes' tokens.
     """
-    several = [number for number, run in enumerate(trie.runs) if len(run.rows) > 1 or run.stored is not None]
-    chosen = several or list(range(len(trie.runs)))
+    chosen = list(range(len(trie.runs)))
+    if any(len(run.rows) > 1 for run in trie.runs):
+        chosen = [
+            number for number in chosen if len(trie.runs[number].rows) > 1 or trie.runs[number].stored is not None
+        ]
     nodes, total = trie.tree.nodes, hidden.shape[1]
     tokens = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in chosen])
     parts = [hidden, *(part for pair in layers.values() for part in pair)]

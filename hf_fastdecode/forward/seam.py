@@ -35,7 +35,7 @@ _LEAST_SHARE = 0.02
 
 
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a pass without a cache over the distinct tokens of its rows, if that saves enough, else the decoder's own."""
+    """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
     if not state.options.share_forward or cache_in(kwargs) is not None or torch.compiler.is_compiling():
         return original(*args, **kwargs)
@@ -112,11 +112,11 @@ def _shared(
         then = ModelThen.of(decoder, structure) if before is None else before.then
         hidden = output["last_hidden_state"]
         state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
-    report.path, report.reason = "shared", f"{trie.saved} tokens are in rows that begin alike"
+    report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
     if makes_cache:
         own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
-        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.tokens - 1))
+        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
     return _of_rows(decoder, output, index, given)
 
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 from .._compat import local_part, tensor_version
 from ..instance_methods import STATE_ATTRIBUTE
@@ -29,7 +30,14 @@ from .structure import KeptStructure, Structure
 class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
-    Raises TypeError if the model has no `generate` of a supported transformers version.
+    Args:
+        model: The model.
+        options: Those of `enable`.
+        hooks: Overrides of its methods.
+        owner: The state of the model that this one is the decoder of, and was enabled with.
+
+    Raises:
+        TypeError: The model lacks a method, as in a transformers version that is not supported.
     """
 
     def __init__(
@@ -42,8 +50,8 @@ class ModelState:
         missing = [name for name in hooks if not hasattr(model, name)]
         if missing:
             raise TypeError(
-                f"{type(model).__name__} has no method {missing[0]!r}; enable takes a model that generates, from "
-                "transformers >= 5.17, < 6"
+                f"{type(model).__name__} has no method {missing[0]!r}, as models of transformers >= 5.17, < 6 that "
+                "generate have"
             )
         self.options, self.owner = options, owner
         self.last_call: CallReport | None = None
@@ -114,6 +122,11 @@ STATE_LOCK = Lock()
 
 # Calls in progress; not in `ModelState`, which is copied with the model.
 _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
+
+
+def generates(model: PreTrainedModel) -> bool:
+    """Whether the model has transformers' `generate`, unlike plain decoders, and models for rewards or classes."""
+    return isinstance(model, GenerationMixin)
 
 
 def state_of(model: PreTrainedModel) -> ModelState | None:

@@ -271,8 +271,9 @@ class Report:
         model: Class name of the model.
         enabled: Whether `enable` is in effect.
         layer_count: Number of decoder layers; None if the config has none.
-        model_reason: Why this model can never share context, or None.
+        model_reason: Why `generate` of this model can never share context, or None.
         last_call: The last `generate` call since `enable`, or None.
+        generates: Whether the model has a `generate`; of others, `model_reason` says that they have none.
         last_forward: The last forward pass without a cache since `enable`, or None.
     """
 
@@ -281,6 +282,7 @@ class Report:
     layer_count: int | None
     model_reason: str | None
     last_call: CallReport | None
+    generates: bool = True
     last_forward: ForwardReport | None = None
 
     def __str__(self) -> str:
@@ -288,10 +290,14 @@ class Report:
             return f"{self.model}: not enabled; call hf_fastdecode.enable(model)"
         able = "stock decoding" if self.model_reason else "shared-context KV"
         why = f" ({self.model_reason})" if self.model_reason else ""
+        if not self.generates:
+            able, why = f"{self.model_reason}", ""
         layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
-        lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
-        lines += [str(self.last_forward)] if self.last_forward else []
+        if self.generates:
+            lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
+        if self.last_forward or not self.generates:
+            lines.append(str(self.last_forward or "no forward pass without a cache yet"))
         return "\n".join(folded for line in lines for folded in _fold(line))
 
     __repr__ = __str__
