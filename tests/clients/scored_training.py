@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, set_seed
 from trl import (
     DPOConfig,
@@ -98,7 +98,11 @@ def _trainer(
     kind, config, sizes = TRAINERS[name]
     _, tokenizer = fd.load_embedded()
     special = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
-    tiny_model(model, **special, max_position_embeddings=1024).save_pretrained(folder / "model")
+    first = tiny_model(model, **special, max_position_embeddings=1024)
+    for key, parameter in first.named_parameters():
+        if key.endswith("bias"):  # 0 leaves nothing that rounding is relative to
+            nn.init.normal_(parameter, std=0.15)
+    first.save_pretrained(folder / "model")
     auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     set_seed(0)  # weights of a head, of an adapter
     arguments = {"num_labels": 1} if name == "reward" else {}

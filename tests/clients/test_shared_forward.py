@@ -46,7 +46,12 @@ def test_training_is_that_of_stock(name, options, least, tmp_path):
     assert stock.tokens == enabled.tokens
     assert len(stock.metrics) == len(enabled.metrics) == STEPS + 1
     for expected, found in zip(stock.metrics, enabled.metrics, strict=True):
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        # ORPO's means of logits count those of padding, which no model is made for, and which are 0 of shared rows.
+        apart = {"logits/chosen", "logits/rejected"} if name == "orpo" else set()
+        assert expected.keys() == found.keys()
+        assert {key: found[key] for key in expected.keys() - apart} == pytest.approx(
+            {key: expected[key] for key in expected.keys() - apart}, rel=1e-5, abs=1e-5
+        )
     assert not stock.passes
     assert shared_tokens(enabled.passes) > least
     apart = {name: largest(value - enabled.parameters[name]) / largest(value) for name, value in stock.parameters.items()}
@@ -65,24 +70,27 @@ def shared_tokens(passes: list[ForwardReport]) -> float:
     return sum(one.tokens for one in passes) / sum(one.computed for one in passes)
 
 
-@pytest.mark.parametrize(
-    ("rolling", "reuse", "least"),
-    [
-        pytest.param(False, False, 2, id="multiple-choice"),
-        pytest.param(False, True, 4, id="multiple-choice-across-batches"),
-        pytest.param(True, False, 1, id="rolling"),
-    ],
-)
-def test_lm_eval_scores_are_those_of_stock(rolling, reuse, least, tmp_path):
+@pytest.mark.parametrize("rolling", [False, True], ids=["multiple-choice", "rolling"])
+def test_lm_eval_scores_are_those_of_stock(rolling, tmp_path):
     model, tokenizer = load("embedded")
     sizes = {"problems": 3, "shots": 0 if rolling else 5, "batch_size": 4, "rolling": rolling}
     expected, samples = lm_eval_scores(model, tokenizer, tmp_path, **sizes)
-    with fd.enabled(model, reuse_prefix=reuse), recorded_passes() as passes:
-        scores, found = lm_eval_scores(model, tokenizer, tmp_path, **sizes)
-        assert fd.explain(model).last_forward is passes[-1]
-    assert {name: f"{value:.4f}" for name, value in scores.items()} == {  # the digits that lm-eval prints
-        name: f"{value:.4f}" for name, value in expected.items()
-    }
-    assert torch.tensor(found).allclose(torch.tensor(samples), rtol=1e-5)
-    given, computed = sum(one.tokens for one in passes), sum(one.computed for one in passes)
-    assert given > computed * least if not rolling else given == computed
+    computed = {}
+    for reuse in (False, True):
+        with fd.enabled(model, reuse_prefix=reuse), recorded_passes() as passes:
+            scores, found = lm_eval_scores(model, tokenizer, tmp_path, **sizes)
+            assert fd.explain(model).last_forward is passes[-1]
+        assert digits(scores) == digits(expected)
+        assert torch.tensor(found).allclose(torch.tensor(samples), rtol=1e-5)
+        computed[reuse] = sum(one.computed for one in passes)
+        given = sum(one.tokens for one in passes)
+    if rolling:  # texts begin with the same few words, which do not pay
+        assert computed[False] == given
+    else:
+        assert computed[False] < given / 2
+        assert computed[True] < given / 4
+
+
+def digits(scores: dict[str, float]) -> dict[str, str]:
+    """Scores as lm-eval prints them."""
+    return {name: f"{value:.4f}" for name, value in scores.items()}
