@@ -13,6 +13,7 @@ from hf_fastdecode.measurement.rows import Measurement
 
 from . import RESULTS
 from .figures import plot
+from .forward.cases import forward_table
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .page_tables import replace_between
@@ -44,6 +45,7 @@ _BY_COLUMN: dict[str, Callable[[list[Measurement]], str]] = {
     "caches": generate.first_calls_table,
     "to_token": generate.completions_table,
     "bandwidth_share": slim_table,
+    "checkpointing": forward_table,
 }
 """Tables of rows that alone have a column."""
 

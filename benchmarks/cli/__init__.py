@@ -7,10 +7,11 @@ import typer
 from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
 
+from ..forward.cases import FORWARD_WAYS
 from ..generate.cases import WAYS
 from ..sampling.cases import SAMPLING_WAYS
 from ..slim.cases import SLIM_WAYS
-from . import generate, ops, parallel, tables, workloads
+from . import forward, generate, ops, parallel, workloads
 
 
 class Benchmarks(OneLineErrors):
@@ -36,7 +37,7 @@ _NOTE = (
 
 @app.callback()
 def main() -> None:
-    """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run.
+    """Measure operators, sampling, slim attention, passes and `generate`, ours beside what others do, in one run.
 
     Rows go to `runs/`; those that the documentation cites are in `benchmarks/results/`. `hf-fastdecode bench` alone
     measures stock beside enabled on your model, without a clone.
@@ -52,7 +53,7 @@ for command, ways in (
     (ops.sampling, SAMPLING_WAYS),
     (ops.slim, SLIM_WAYS),
     (parallel.parallel, {f"{way} ({kind})": what for kind, of in parallel.KINDS.items() for way, what in of.items()}),
-    (tables.tables, {}),
+    (forward.forward, FORWARD_WAYS),
 ):
     listed = [f"- `{name}`: {what}" for name, what in ways.items()]
     app.command(epilog="\n\n".join([*listed, _NOTE]))(prints_tables(command))

@@ -69,7 +69,7 @@ def parallel(
     repeats: Repeats = 2,
     check: Check = True,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model, and draw them.")
+        bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model.")
     ] = False,
     nvlink: Annotated[
         str | None,
@@ -120,7 +120,7 @@ def parallel(
     if out.is_file():
         raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a kind")
     if simulate:
-        return _simulate(shape, point, nvlink, infiniband, dtype, out)
+        return _simulate(shape, point, nvlink, infiniband, dtype)
     with exit_on_interrupt():
         from ..parallel.processes import device_of_process
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -178,9 +178,8 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, dtype: str)
 
 
 def _simulate(
-    shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
+    shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str
 ) -> None:
-    from ..figures import draw_scaling
     from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, measured_cluster, predictions
     from ..parallel.table import scaling_table
 
@@ -195,4 +194,3 @@ def _simulate(
             cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
     found = predictions(cluster, heads, contexts)
     show_tables(scaling_table(found, cluster, heads))
-    typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")

@@ -1,0 +1,103 @@
+"""Passes over rows that begin alike as data, without torch: training steps and scoring, sets of them, their table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_fastdecode.measurement.rows import Case, Measurement, by, markdown
+
+from ..page_tables import cell
+
+FORWARD_WAYS = {"stock": "transformers", "enabled": "hf_fastdecode.enable(model, share_forward=True)"}
+
+
+@dataclass(frozen=True)
+class ForwardCase(Case):
+    """A pass over `samples` completions of each of the prompts: log-probabilities of the completions' tokens.
+
+    `work` is ``training`` (their mean and its gradient) or ``scoring`` (no gradient).
+    """
+
+    shape: str
+    work: str
+    prompts: int
+    context: int  # tokens of a prompt
+    samples: int
+    completion: int
+    checkpointing: bool = False
+    layers: int = 0  # of the model, where not all: their gradients do not fit
+    dtype: str = "bfloat16"
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+    def columns(self) -> dict[str, Any]:
+        sizes = [*([self.prompts] if self.prompts > 1 else []), self.context, self.samples, self.completion]
+        return {"case": f"{self.shape}-{self.work}-{'x'.join(map(str, sizes))}"} | super().columns()
+
+
+def _cases(shape: str, layers: int = 0) -> list[ForwardCase]:
+    """The cases of a model, the most important ones first."""
+    score = ForwardCase(shape, "scoring", 1, 4096, 16, 256)
+    train = replace(score, work="training", context=1182, checkpointing=True, layers=layers)
+    return [
+        train,
+        replace(score, context=2048, samples=4, completion=32),
+        score,
+        replace(train, context=4096),
+        replace(train, context=512, completion=1024),
+        replace(train, prompts=16, samples=1),  # nothing is shared
+        replace(score, prompts=16, context=1182, samples=1),
+        replace(train, checkpointing=False),
+        replace(train, prompts=4),
+    ]
+
+
+_TINY = ForwardCase("tiny", "training", 2, 40, 3, 7, checkpointing=True, dtype="float32")
+
+FORWARD_SETS: dict[str, list[ForwardCase]] = {
+    "qwen3-4b": _cases("qwen3-4b"),
+    "8b-gqa": _cases("8b-gqa")[:6],
+    "7b-mha": _cases("7b-mha")[:6],
+    "gpt-oss-20b": sorted(_cases("gpt-oss-20b", layers=12)[:4], key=lambda case: case.layers),
+    "tiny": [_TINY, replace(_TINY, work="scoring", checkpointing=False)],
+}
+"""By name: a model with random weights each; of gpt-oss-20b, half the layers are trained. ``tiny`` is for a CPU."""
+
+
+def forward_table(rows: Sequence[Measurement]) -> str:
+    """A line for each case: seconds and peak memory, stock → enabled, and seconds of other ways."""
+    peers = [way for way in dict.fromkeys(row["way"] for row in rows) if way not in FORWARD_WAYS]
+    lines = []
+    for ways in by(rows, "case", "checkpointing", "layers"):
+        both = [ways[way] for way in FORWARD_WAYS if way in ways]
+        first = next(iter(ways.values()))
+        kept = ", no checkpointing" if first["work"] == "training" and first["checkpointing"] == "False" else ""
+        cells = [first["shape"] + (f", {first['layers']} layers" if first["layers"] != "0" else "")]
+        cells += [first["work"] + kept, first["prompts"]]
+        cells.append(f"{int(first['context']):,} x {first['samples']} x {int(first['completion']):,}")
+        cells += [" → ".join(cell(row, shown) for row in both) for shown in (_seconds, _memory, _first_call)]
+        gains = len(both) == 2 and {row["status"] for row in both} == {"ok"}
+        cells.append(f"{float(both[0]['s_p50']) / float(both[1]['s_p50']):.1f}x" if gains else "")
+        cells.append(f"{int(first['tokens']):,} → {int(both[1]['computed']):,}" if gains else "")
+        lines.append([*cells, *(cell(ways.get(way), _seconds) for way in peers)])
+    names = ["model", "pass", "prompts", "prompt x samples x completion", "seconds", "peak GiB", "first pass, more by"]
+    first = rows[0]
+    where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
+    note = "stock → `enable(model)`; medians; memory with weights and gradients; training with gradient checkpointing"
+    return markdown([*names, "speed-up", "tokens computed", *peers], lines, f"{where}; {note}.")
+
+
+def _seconds(row: Measurement) -> str:
+    return f"{float(row['s_p50']):.3f}"
+
+
+def _memory(row: Measurement) -> str:
+    return f"{float(row['peak_bytes']) / 2**30:.1f}" if row["peak_bytes"] else "not known"
+
+
+def _first_call(row: Measurement) -> str:
+    return f"{max(0.0, float(row['first_call_s']) - float(row['s_p50'])):.2f} s"
