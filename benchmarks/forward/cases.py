@@ -11,6 +11,7 @@ from hf_fastdecode.measurement.rows import Case, Measurement, by, markdown
 from ..page_tables import cell
 
 FORWARD_WAYS = {"stock": "transformers", "enabled": "hf_fastdecode.enable(model, share_forward=True)"}
+"""Ways and what they are; `tests/clients/forward_peers.py` adds those of other programs."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,15 @@ FORWARD_SETS: dict[str, list[ForwardCase]] = {
 """By name: a model with random weights each; of gpt-oss-20b, half the layers are trained. ``tiny`` is for a CPU."""
 
 
+_BOTH = ("stock", "enabled")
+
+
 def forward_table(rows: Sequence[Measurement]) -> str:
     """A line for each case: seconds and peak memory, stock → enabled, and seconds of other ways."""
-    peers = [way for way in dict.fromkeys(row["way"] for row in rows) if way not in FORWARD_WAYS]
+    peers = [way for way in dict.fromkeys(row["way"] for row in rows) if way not in _BOTH]
     lines = []
     for ways in by(rows, "case", "checkpointing", "layers"):
-        both = [ways[way] for way in FORWARD_WAYS if way in ways]
+        both = [ways[way] for way in _BOTH if way in ways]
         first = next(iter(ways.values()))
         kept = ", no checkpointing" if first["work"] == "training" and first["checkpointing"] == "False" else ""
         cells = [first["shape"] + (f", {first['layers']} layers" if first["layers"] != "0" else "")]

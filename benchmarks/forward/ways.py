@@ -42,7 +42,7 @@ Hidden = Callable[[], Tensor]
 """A pass: the decoder's last states where the completions' tokens are predicted, ``[rows, completion, hidden]``."""
 
 PEERS: dict[str, Callable[[PreTrainedModel, Rows], Hidden]] = {}
-"""Passes of other programs, which need packages of these; they change the attention implementation."""
+"""Passes of other programs, see `FORWARD_WAYS`; they change the attention implementation."""
 
 
 @contextmanager
