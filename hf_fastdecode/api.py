@@ -15,9 +15,12 @@ from .attention.torch_operators import Backend
 from .cache.layout import ModelLayout
 from .cache.shared import SharedContextCache
 from .errors import reason_of
-from .generation.foreign_code import unwrapped
+from .forward.decoder import decoder_of
+from .forward.seam import forward as shared_forward
+from .generation.foreign_code import held_model
 from .generation.interception.generate import METHODS
-from .generation.model_state import STATE_LOCK, ModelState, state_of
+from .generation.interception.switches import Wrapper
+from .generation.model_state import STATE_LOCK, ModelState, generates, last_forward_of, state_of
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
@@ -49,6 +52,7 @@ def enable(
     max_prefill_tokens: int = 16384,
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,
+    share_forward: bool = True,
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False,
     peer_timeout: float = 60,
 ) -> Model:
@@ -60,9 +64,11 @@ def enable(
     ``model.generate`` alone does not keep it alive, as it does in stock.
 
     Args:
-        model: A transformers model that generates, on any device: a decoder, or an encoder and a decoder; with text,
-            images, video or audio. One wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is
-            unwrapped first, here and in the other functions.
+        model: A transformers model on any device: one that generates, a decoder, or an encoder and a decoder; with
+            text, images, video or audio; or one that does not, such as a reward model or a decoder without a head. One
+            wrapped by PEFT, `torch.compile`, DistributedDataParallel or DataParallel is unwrapped first, here and in
+            the other functions; of a module that holds exactly one model, such as one with a value head, that is
+            taken.
         backend: Attention operators of decode steps: ``auto`` chooses by device, dtype and size; ``triton`` forces
             this package's kernels; ``flash``, ``cudnn``, ``efficient``, ``cpu`` and ``plain`` force one of PyTorch's
             operators. A forced backend runs or raises. The environment variable ``HF_FASTDECODE_BACKEND`` replaces
@@ -93,6 +99,10 @@ def enable(
             many bytes (at least those of one token; 0 none), of at most 64 calls. They are dropped when weights or
             active adapters change. Prompts of at least `min_saved_tokens` then run shared although nothing is saved
             yet.
+        share_forward: Whether forward passes without a cache over rows that begin alike, as in scoring and training,
+            compute shared tokens once, with the outputs and gradients of stock: passes of the model itself and of
+            all that holds its decoder, such as heads, adapters and trainers. Outputs of padding are 0, without a
+            gradient. Passes that save fewer than `min_saved_tokens` run stock.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
             attends to it; a collective per layer merges the partials. ``"auto"`` divides between the processes of the
@@ -107,7 +117,7 @@ def enable(
 
     Raises:
         ValueError: An option has an invalid value, or `reuse_prefix` fewer bytes than a token of this model.
-        TypeError: `model` neither is nor wraps a transformers model that generates.
+        TypeError: `model` neither is nor wraps a transformers model, nor holds exactly one.
     """
     options = Options(
         backend,
@@ -119,10 +129,11 @@ def enable(
         max_prefill_tokens,
         max_rows,
         reuse_prefix,
+        share_forward,
         sequence_parallel,
         peer_timeout,
     )
-    inner = unwrapped(model)
+    inner = held_model(model)
     require_room(inner, options)
     _install(inner, options)
     return model
@@ -133,15 +144,29 @@ def _install(model: PreTrainedModel, options: Options) -> None:
     if (newer := _compat.untested_transformers()) is not None:
         _warn_of(newer)
     with STATE_LOCK:
-        model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
-        if model_state is None:
-            model_state = ModelState(model, options, METHODS)
-            model_state.methods.install(model, model_state)
-        else:
-            model_state.options, model_state.disable_pending = options, False
-            model_state.captures.retry()
-            if not options.reuse_prefix:
-                model_state.prefix_store.clear()
+        decoder, methods = decoder_of(model), METHODS if generates(model) else {}
+        if decoder is model:
+            methods = {**methods, "forward": shared_forward}
+        model_state = _installed(model, options, methods)
+        if decoder is not None and decoder is not model:
+            _installed(decoder, options, {"forward": shared_forward}, owner=model_state)
+
+
+def _installed(
+    model: PreTrainedModel, options: Options, methods: Mapping[str, Wrapper], *, owner: ModelState | None = None
+) -> ModelState:
+    """The state of a model, or of its decoder, with these options, and overrides of these methods."""
+    model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
+    if model_state is None:
+        model_state = ModelState(model, options, methods, owner)
+        model_state.methods.install(model, model_state)
+    else:
+        model_state.options, model_state.disable_pending = options, False
+        model_state.captures.retry()
+        if not options.reuse_prefix:
+            model_state.prefix_store.clear()
+            model_state.kept_forward = None
+    return model_state
 
 
 @functools.cache  # once per process
@@ -167,7 +192,7 @@ def disable(model: Model) -> Model:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     with STATE_LOCK:
         model_state = state_of(inner)
         if model_state is not None and model_state.is_generating():
@@ -185,7 +210,7 @@ def enabled(model: Model, **options: Any) -> Iterator[Model]:
         model: As for `enable`.
         options: As for `enable`.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
     before = state_of(inner)
     previous = before.options if before is not None else None
     enable(model, **options)
@@ -204,14 +229,16 @@ def explain(model: nn.Module) -> Report:
     Raises:
         TypeError: `model` is not a transformers model.
     """
-    inner = unwrapped(model)
-    model_state, layout = state_of(inner), ModelLayout.of(inner)
+    inner = held_model(model)
+    model_state, layout, can_generate = state_of(inner), ModelLayout.of(inner), generates(inner)
     return Report(
         model=type(inner).__name__,
         enabled=model_state is not None,
         layer_count=len(layout.layers) or None,
-        model_reason=reason_of(check_model, inner, layout),
+        model_reason=reason_of(check_model, inner, layout) if can_generate else "it does not generate",
         last_call=model_state.last_call if model_state else None,
+        last_forward=last_forward_of(inner),
+        generates=can_generate,
     )
 
 
@@ -241,11 +268,16 @@ def prefill(
         `enable`) is computed and stored once; where layers have a state per row, if neighbours have it in common.
 
     Raises:
-        ValueError: The model is not enabled or cannot share context (e.g. training mode with dropout, or custom
-            forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too long for a
-            position embedding that depends on the text length.
+        ValueError: The model does not generate, is not enabled or cannot share context (e.g. training mode with
+            dropout, or custom forward hooks); or the inputs are not prompts, contain out-of-vocabulary ids, or are too
+            long for a position embedding that depends on the text length.
     """
-    inner = unwrapped(model)
+    inner = held_model(model)
+    if not generates(inner):
+        raise ValueError(
+            f"prefill computes prompts for generate, and {type(inner).__name__} does not generate; pass a model that "
+            "does, such as one of AutoModelForCausalLM"
+        )
     model_state = state_of(inner)
     if model_state is None:
         raise ValueError(f"prefill needs an enabled {type(inner).__name__}; call hf_fastdecode.enable(model) first")

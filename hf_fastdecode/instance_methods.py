@@ -127,9 +127,10 @@ class Switch:
                     before, count = self._entries.pop((id(owner), attribute), ({}, 0))
                     if count > 1:
                         self._entries[id(owner), attribute] = before, count - 1
+                    elif before:  # in its place among the attributes
+                        vars(owner).update(before)
                     elif count:
                         vars(owner).pop(attribute, None)
-                        vars(owner).update(before)
 
     def otherwise(self, owner: object, attribute: str) -> Any:
         """The attribute's value while no pass sets it, None if there is none."""

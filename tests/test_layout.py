@@ -186,6 +186,7 @@ LAYERS = (
     *(
         {"conversion/fit"},
         {"generation", "patches"},
+        {"forward"},
         {"assets"},
         {"api"},
         {"trainer_callback", "enabled_loading"},

@@ -195,13 +195,12 @@ def shared_context_attention(
     """
     lengths = lengths_of_pass()
     if not isinstance(key, SharedKV):
-        if lengths is not None:
-            raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
-        # A stock pass of another thread.
-        extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux, "is_causal": is_causal}
-        kwargs |= {name: given for name, given in extra.items() if given is not None}
-        stock = _stock_attention(module)
-        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        if lengths is None:  # a stock pass of another thread
+            extra = {"softcap": softcap, "sliding_window": sliding_window, "s_aux": s_aux, "is_causal": is_causal}
+            kwargs |= {name: given for name, given in extra.items() if given is not None}
+            stock = _stock_attention(module)
+            return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        key = lengths.attends_to(module, key, value)
     cross = isinstance(key, CrossKV)
     if attention_mask is not None:
         _check_mask(attention_mask, cross=cross)

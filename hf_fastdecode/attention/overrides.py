@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from .._compat import ATTENTION_FIELD, setting
+from ..errors import Unsupported
 from ..instance_methods import Change, Switch
+from .kv import SharedKV
 
 Method = Callable[..., Any]
 """Called with the module first, then with the arguments of the method that it stands in for."""
@@ -169,6 +171,14 @@ class RowLengths:
             return window
         self.same_up_to = min(window, self.same_up_to or window)
         return None
+
+    def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
+        """What a layer of the pass attends to that was given tensors, not what a cache stores.
+
+        Raises:
+            Unsupported: It must attend to what the cache stores.
+        """
+        raise Unsupported(f"{type(module).__name__} attends to keys that are not in the shared cache")
 
 
 # Of the current forward pass; None outside `active`, hence in other threads.

@@ -248,14 +248,38 @@ def unwrapped(model: object) -> PreTrainedModel:
     raise TypeError(f"expected a transformers PreTrainedModel, got {got}; {_remedy(model)}")
 
 
+def held_model(model: object) -> PreTrainedModel:
+    """Return the transformers model that `model` is or wraps, see `unwrapped`, or the only one that it holds.
+
+    A module may hold one beside modules of its own, such as the head of a reward model or of a critic. Models inside
+    models do not count.
+
+    Raises:
+        TypeError: `model` is not a module that holds exactly one; the message names the attributes of several.
+    """
+    try:
+        return unwrapped(model)
+    except TypeError:
+        if isinstance(model, nn.Module) and len(held := _held(model)) == 1:
+            return next(iter(held))
+        raise
+
+
 def _stored(wrapper: nn.Module, name: str) -> object:
     """The wrapper's own attribute, bypassing ``__getattr__`` delegation to the model."""
     return wrapper._modules.get(name) or vars(wrapper).get(name)
 
 
+def _held(holder: object) -> dict[PreTrainedModel, str]:
+    """The models among a holder's attributes or modules, without those inside another, with their names."""
+    parts = [*vars(holder).items()] if hasattr(holder, "__dict__") else []
+    if isinstance(holder, nn.Module):
+        parts += holder.named_modules()
+    models = {part: name for name, part in reversed(parts) if isinstance(part, PreTrainedModel)}
+    inside = {part for model in models for part in model.modules() if part is not model}
+    return {model: name for model, name in reversed(models.items()) if model not in inside}
+
+
 def _remedy(model: object) -> str:
-    parts = [*vars(model).items()] if hasattr(model, "__dict__") else []
-    if isinstance(model, nn.Module):
-        parts += model.named_modules()
-    name = next((name for name, part in parts if isinstance(part, PreTrainedModel)), None)
-    return "load one with AutoModelForCausalLM.from_pretrained" if name is None else f"pass its attribute {name!r}"
+    names = " or ".join(map(repr, _held(model).values()))
+    return f"pass its attribute {names}" if names else "load one with AutoModelForCausalLM.from_pretrained"

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import GenerationMixin
 
 from .._compat import local_part, tensor_version
 from ..instance_methods import STATE_ATTRIBUTE
@@ -21,7 +22,7 @@ from ..log import logger
 from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore
-from .report import CallReport
+from .report import CallReport, ForwardReport
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
 
@@ -29,18 +30,33 @@ from .structure import KeptStructure, Structure
 class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
-    Raises TypeError if the model has no `generate` of a supported transformers version.
+    Args:
+        model: The model.
+        options: Those of `enable`.
+        hooks: Overrides of its methods.
+        owner: The state of the model that this one is the decoder of, and was enabled with.
+
+    Raises:
+        TypeError: The model lacks a method, as in a transformers version that is not supported.
     """
 
-    def __init__(self, model: PreTrainedModel, options: Options, hooks: Mapping[str, Wrapper]):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        options: Options,
+        hooks: Mapping[str, Wrapper],
+        owner: ModelState | None = None,
+    ):
         missing = [name for name in hooks if not hasattr(model, name)]
         if missing:
             raise TypeError(
-                f"{type(model).__name__} has no method {missing[0]!r}; enable takes a model that generates, from "
-                "transformers >= 5.17, < 6"
+                f"{type(model).__name__} has no method {missing[0]!r}, as models of transformers >= 5.17, < 6 that "
+                "generate have"
             )
-        self.options = options
+        self.options, self.owner = options, owner
         self.last_call: CallReport | None = None
+        self.last_forward: ForwardReport | None = None
+        self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.captures = Captures()
@@ -81,7 +97,10 @@ class ModelState:
 
     def uninstall(self, model: PreTrainedModel) -> None:
         """Restore the model's methods and free captured steps and stored prefixes."""
+        for part, state in owned_by(self, model):
+            state.uninstall(part)
         self.methods.uninstall(model)
+        self.kept_forward = None
         self.prefix_store.clear()
         self.captures.release()
 
@@ -105,9 +124,28 @@ STATE_LOCK = Lock()
 _calls: WeakKeyDictionary[ModelState, int] = WeakKeyDictionary()
 
 
+def generates(model: PreTrainedModel) -> bool:
+    """Whether the model has transformers' `generate`, unlike plain decoders, and models for rewards or classes."""
+    return isinstance(model, GenerationMixin)
+
+
 def state_of(model: PreTrainedModel) -> ModelState | None:
     model_state: ModelState | None = vars(model).get(STATE_ATTRIBUTE)
     return None if model_state is None or model_state.disable_pending else model_state
+
+
+def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
+    """The modules within a model, with their states, that were enabled with it."""
+    states = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in model.modules() if module is not model]
+    return [(part, state) for part, state in states if state is not None and state.owner is owner]
+
+
+def last_forward_of(model: PreTrainedModel) -> ForwardReport | None:
+    """The report of the last forward pass without a cache of an enabled model, or of its decoder."""
+    if (model_state := state_of(model)) is None:
+        return None
+    reports = [state.last_forward for _, state in owned_by(model_state, model)]
+    return next((report for report in reports if report is not None), model_state.last_forward)
 
 
 _CALLS_TO_TELL = 3

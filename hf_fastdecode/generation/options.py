@@ -68,6 +68,7 @@ class Options:
     max_prefill_tokens: int = 16384
     max_rows: int | None = None
     reuse_prefix: bool | int = False
+    share_forward: bool = True
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False
     peer_timeout: float = 60
 
@@ -118,6 +119,8 @@ class Options:
                 "reuse_prefix must be True (2 GiB), False, or the most bytes of keys and values to keep, at least 0, "
                 f"got {self.reuse_prefix!r}"
             )
+        if not isinstance(self.share_forward, bool):
+            raise ValueError(f"share_forward must be True or False, got {self.share_forward!r}")
         if not (self.sequence_parallel is False or self.sequence_parallel == "auto"):
             # Its import needs torch, and options are also read where its seconds would be lost.
             from ..parallel.ranks import require_sequence_group

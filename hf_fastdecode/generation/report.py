@@ -15,6 +15,7 @@ from ..cache.accounting import CacheBytes, within
 from ..cache.layers.attention import SharedContextLayer
 from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
+from ..errors import one_line
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,37 @@ class CallReport:
         ]
 
 
+@dataclass
+class ForwardReport:
+    """Report of one forward pass of the model, or of its decoder, without a cache.
+
+    Attributes:
+        path: ``shared``, ``stock``, or ``failed`` when the pass raised.
+        reason: Reason for this path, or the error raised.
+        rows: Rows given; 0 if the pass fell back to stock before they were compared.
+        tokens: Real tokens given in all rows, without padding.
+        computed: Tokens that ran through the layers, or would have: each that rows share once.
+        kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`).
+    """
+
+    path: str = "stock"
+    reason: str = ""
+    rows: int = 0
+    tokens: int = 0
+    computed: int = 0
+    kept: int = 0
+
+    def fail(self, error: BaseException) -> None:
+        self.path, self.reason = "failed", one_line(error)
+
+    def __str__(self) -> str:
+        text = f"last forward pass without a cache: {self.path} ({self.reason})"
+        if self.path != "shared":
+            return text
+        kept = f", {self.kept} kept from earlier passes" if self.kept else ""
+        return f"{text}: {self.computed} tokens computed for {self.tokens} in {self.rows} rows{kept}"
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """Report of a model, returned by `hf_fastdecode.explain`; ``str(report)`` is readable text of 80 columns.
@@ -239,8 +271,10 @@ class Report:
         model: Class name of the model.
         enabled: Whether `enable` is in effect.
         layer_count: Number of decoder layers; None if the config has none.
-        model_reason: Why this model can never share context, or None.
+        model_reason: Why `generate` of this model can never share context, or None.
         last_call: The last `generate` call since `enable`, or None.
+        generates: Whether the model has a `generate`; of others, `model_reason` says that they have none.
+        last_forward: The last forward pass without a cache since `enable`, or None.
     """
 
     model: str
@@ -248,15 +282,22 @@ class Report:
     layer_count: int | None
     model_reason: str | None
     last_call: CallReport | None
+    generates: bool = True
+    last_forward: ForwardReport | None = None
 
     def __str__(self) -> str:
         if not self.enabled:
             return f"{self.model}: not enabled; call hf_fastdecode.enable(model)"
         able = "stock decoding" if self.model_reason else "shared-context KV"
         why = f" ({self.model_reason})" if self.model_reason else ""
+        if not self.generates:
+            able, why = f"{self.model_reason}", ""
         layers = "" if self.layer_count is None else f"{self.layer_count} layers, "
         lines = [f"{self.model}: enabled, {layers}{able}{why}"]
-        lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
+        if self.generates:
+            lines += self.last_call.lines() if self.last_call else ["no generate call yet"]
+        if self.last_forward or not self.generates:
+            lines.append(str(self.last_forward or "no forward pass without a cache yet"))
         return "\n".join(folded for line in lines for folded in _fold(line))
 
     __repr__ = __str__

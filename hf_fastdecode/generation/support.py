@@ -127,13 +127,17 @@ def _check_attention(name: str | None) -> None:
             )
 
 
-def check_state(walk: ModelWalk) -> None:
-    """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code."""
+def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
+    """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code.
+
+    Args:
+        keeps_cache: Whether passes have a cache, which gradient checkpointing drops.
+    """
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")
     splitting_groups(walk.parameters)  # raises for several
     training = [module for module in walk.modules if module.training]
-    if any(getattr(module, "gradient_checkpointing", False) for module in training):
+    if keeps_cache and any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
     for module in training:
         if (noise := _noise_in_training(module)) is not None:

@@ -1,5 +1,7 @@
 """`enable` and its companions take what other libraries wrap around a model."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -60,13 +62,13 @@ def test_other_wrappers_are_told_what_to_pass(model):
     class Policy(nn.Module):
         def __init__(self):
             super().__init__()
-            self.actor = nn.ModuleList([model])
+            self.actor, self.critic = nn.ModuleList([model]), copy.deepcopy(model)
 
     class Engine:
         def __init__(self):
             self.llm = model
 
-    with pytest.raises(TypeError, match=r"got Policy; pass its attribute 'actor\.0'"):
+    with pytest.raises(TypeError, match=r"got Policy; pass its attribute 'actor\.0' or 'critic'"):
         fd.enable(Policy())
     with pytest.raises(TypeError, match="got Engine; pass its attribute 'llm'"):
         fd.explain(Engine())

@@ -62,7 +62,7 @@ def plain_partial(
         batch = torch.broadcast_shapes(query.shape[:-2], keys.shape[:-2])
         compute = torch.promote_types(query.dtype, torch.float32)
         return empty_partial((*batch, query.shape[-2], values.shape[-1]), query.device, compute)
-    scores = _product(query, keys.mT)  # [..., queries, length]
+    scores = product(query, keys.mT)  # [..., queries, length]
     if scores.requires_grad or values.requires_grad:
         return _differentiable(scores, values, scale, visible, softcap, bias)
     # In place: a prefill's scores are far larger than what else it reads and writes.
@@ -77,7 +77,7 @@ def plain_partial(
     row_max = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(scores.dtype).min)
     weights = scores.sub_(row_max).exp_()
     row_sum = weights.sum(-1, keepdim=True)
-    out = _product(weights.to(values.dtype) if _multiplies_half(values) else weights, values)
+    out = product(weights.to(values.dtype) if _multiplies_half(values) else weights, values)
     # A row that sees no key has weights of 0, and keeps them.
     return Partial(
         out.div_(row_sum.clamp_min(torch.finfo(scores.dtype).tiny)), row_max.add_(row_sum.log()).squeeze(-1)
@@ -103,7 +103,7 @@ def _differentiable(
     return Partial(weights @ values.to(weights.dtype), lse)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right`` in at least fp32. Half precision on a GPU is multiplied as it is and summed in fp32."""
     if left.dtype == right.dtype and _multiplies_half(left) and _multiplies_half(right):
         batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])

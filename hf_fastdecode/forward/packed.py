@@ -1,0 +1,135 @@
+"""A pass over one packed row of distinct tokens: what its layers attend to, also when checkpoints recompute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+
+from ..attention.kv import Scoring, SharedKV
+from ..attention.overrides import RowLengths, active, lengths_of_pass
+from ..errors import Unsupported
+from ..generation.structure import Structure
+from ..instance_methods import Change, Switch
+from .attention import attend
+from .nodes import Tree
+from .reuse import Layers
+
+_CHECKPOINT: Final = "_gradient_checkpointing_func"
+"""Attribute of transformers' modules with the function that checkpoints them."""
+
+_checkpoints = Switch(replaces=True)
+
+
+@dataclass
+class PackedPass(RowLengths):
+    """A pass over the distinct tokens of a tree, in the place of rows.
+
+    Attributes:
+        tree: The tokens' nodes.
+        kept: Keys and values of the tree's first tokens in each layer, which are not in the row.
+        keeps: Whether `stored` gets what layers attend to.
+        stored: Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``.
+        layers: Attention layers that have run.
+    """
+
+    tree: Tree = field(default_factory=lambda: Tree(()))
+    kept: Layers = field(default_factory=dict)
+    keeps: bool = False
+    stored: Layers = field(default_factory=dict)
+    layers: int = 0
+
+    def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
+        index = getattr(module, "layer_idx", None)
+        if self.keeps:
+            if not isinstance(index, int):
+                raise Unsupported(f"{type(module).__name__} does not say which layer it is", "pass use_cache=False")
+            if self.kept:
+                keys, values = (torch.cat(pair, 2) for pair in zip(self.kept[index], (keys, values), strict=True))
+            self.stored.setdefault(index, (keys, values))
+        self.layers += 1
+        return _PackedKV(self.tree, keys, values)
+
+    @contextmanager
+    def running(self, structure: Structure) -> Iterator[None]:
+        """Context of the pass, into which checkpointed layers return when they are computed again for gradients."""
+        with ExitStack() as stack:
+            stack.enter_context(active(structure.configs, self))
+            stack.enter_context(_checkpoints.on(list(_changes(structure.walk.modules, structure.configs))))
+            yield
+
+
+class _PackedKV(SharedKV):
+    """Keys and values of a packed row, ``[1, kv_heads, tokens, head_dim]`` each."""
+
+    def __init__(self, tree: Tree, keys: Tensor, values: Tensor):
+        self._tree, self._keys, self._values, self.device = tree, keys, values, keys.device
+
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        keys, values = (part.to(query.dtype)[0].transpose(0, 1) for part in (self._keys, self._values))
+        return attend(query[0].transpose(0, 1), keys, values, self._tree, scoring)[None]
+
+
+def _changes(modules: Sequence[nn.Module], configs: list[PreTrainedConfig]) -> Iterator[Change]:
+    for module in modules:
+        if (checkpoint := vars(module).get(_CHECKPOINT)) is not None and module.training:
+            yield Change(module, _CHECKPOINT, partial(_checkpointed, configs, checkpoint))
+
+
+def _checkpointed(
+    configs: list[PreTrainedConfig],
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Checkpoint a function, which enters the pass that it is called in whenever it is computed."""
+    lengths = lengths_of_pass()
+    if lengths is None:  # a stock pass of another thread
+        return checkpoint(function, *args, **kwargs)
+
+    def in_pass(*again: Any, **named: Any) -> Any:
+        with active(configs, lengths):
+            return function(*again, **named)
+
+    return checkpoint(in_pass, *args, **kwargs)
+
+
+class CacheOfRows(DynamicCache):
+    """transformers' cache of a pass over a packed row, made of its keys and values when it is first used.
+
+    Args:
+        config: The decoder's.
+        stored: Keys and values of each layer, ``[1, kv_heads, tokens, head_dim]``.
+        index: ``[rows, width]`` int64: which of these tokens each place has; for padding, any.
+    """
+
+    def __init__(self, config: PreTrainedConfig, stored: Layers, index: Tensor):
+        self._packed = config, stored, index
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_packed" or (packed := self.__dict__.pop("_packed", None)) is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        config, stored, index = packed
+        super().__init__(config=config)
+        for layer, parts in sorted(stored.items()):
+            keys, values = (part[0][:, index].transpose(0, 1) for part in parts)
+            self.update(keys, values, layer)
+        return getattr(self, name)
+
+
+def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
+    """Hidden states ``[1, tokens, hidden_size]`` of distinct tokens, at each place of ``[rows, width]``.
+
+    Places with the index ``tokens`` are padding: 0, and without a gradient. The gradient of a token is the sum of
+    those of its places, summed in fp32 at least.
+    """
+    tokens = hidden.shape[1]
+    padded = torch.nn.functional.pad(hidden[0], (0, 0, 0, 1))
+    return torch.nn.functional.embedding(index, padded, padding_idx=tokens)

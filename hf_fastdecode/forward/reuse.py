@@ -1,0 +1,107 @@
+"""Prefixes that passes without gradients keep for later ones (`reuse_prefix`): keys, values and last hidden states.
+
+A pass keeps the nodes that several of its rows read, and those kept before that it has used; where no rows share, it
+keeps them whole. So a prompt that all rows of many passes begin with, as an evaluation's examples, is computed once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..generation.fingerprint import Fingerprint
+from ..generation.snapshot import pass_settings
+from ..generation.structure import Structure
+from .trie import Numbers, Row, Trie
+
+Layers = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``."""
+
+
+@dataclass(frozen=True)
+class ModelThen:
+    """A decoder as it was when it computed tokens."""
+
+    fingerprint: Fingerprint
+    settings: Any
+
+    @classmethod
+    def of(cls, decoder: PreTrainedModel, structure: Structure) -> ModelThen:
+        return cls(Fingerprint(decoder, structure.walk), pass_settings(decoder, structure.configs))
+
+    def is_now(self, decoder: PreTrainedModel, structure: Structure) -> bool:
+        """Whether the decoder would still compute the same."""
+        if self.settings != pass_settings(decoder, structure.configs):
+            return False
+        host = self.fingerprint.host_difference(decoder, structure.walk, structure.known)
+        return host is None and self.fingerprint.sampled_difference(structure.walk) is None
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What a pass has kept.
+
+    Attributes:
+        rows: The kept tokens in paths, with where they are stored.
+        layers: Keys and values of the kept tokens.
+        hidden: ``[1, tokens, hidden_size]``: their last hidden states.
+        then: The decoder that computed them.
+    """
+
+    rows: list[Row]
+    layers: Layers
+    hidden: Tensor
+    then: ModelThen
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None  # a copy of the model has other weights
+
+    def at(self, trie: Trie) -> tuple[Layers, Tensor]:
+        """Keys and values, and hidden states, of the stored nodes of a trie, in its order."""
+        chosen = np.concatenate([run.stored for run in trie.runs if run.stored is not None])
+        index = torch.from_numpy(chosen).to(self.hidden.device)
+        layers = {
+            layer: (keys.index_select(2, index), values.index_select(2, index))
+            for layer, (keys, values) in self.layers.items()
+        }
+        return layers, self.hidden.index_select(1, index)
+
+
+def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: ModelThen, most: int) -> Prefixes | None:
+    """Keep what later passes may begin with; None if that is more than `most` bytes.
+
+    Args:
+        rows: Those of the batch.
+        layers: Keys and values of all nodes' tokens.
+        hidden: ``[1, tokens, hidden_size]`` of all nodes' tokens.
+    """
+    chosen = list(range(len(trie.runs)))
+    if any(len(run.rows) > 1 for run in trie.runs):
+        chosen = [
+            number for number in chosen if len(trie.runs[number].rows) > 1 or trie.runs[number].stored is not None
+        ]
+    nodes, total = trie.tree.nodes, hidden.shape[1]
+    tokens = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in chosen])
+    parts = [hidden, *(part for pair in layers.values() for part in pair)]
+    if sum(part.nbytes for part in parts) // total * len(tokens) > most:
+        return None
+    place: Numbers = np.full(total, -1, dtype=np.int64)
+    place[tokens] = np.arange(len(tokens))
+    paths = []
+    for number in sorted(set(chosen) - {trie.runs[one].parent for one in chosen}):  # the ends of kept paths
+        run = trie.runs[number]
+        row = run.rows[0]
+        keys = rows[row].keys[: run.first + run.length]
+        start = rows[row].column
+        paths.append(Row(keys, rows[row].position, stored=place[trie.index[row, start : start + len(keys)]]))
+    index = torch.from_numpy(tokens).to(hidden.device)
+    kept = {
+        layer: (keys.detach().index_select(2, index), values.detach().index_select(2, index))
+        for layer, (keys, values) in layers.items()
+    }
+    return Prefixes(paths, kept, hidden.detach().index_select(1, index), then)

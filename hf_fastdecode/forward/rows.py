@@ -1,0 +1,165 @@
+"""What a forward pass of the decoder is given, read on the host: each row's real tokens, and where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import Unsupported
+from ..generation.forward_pass import PromptNames, reduced
+from ..generation.support import is_nothing
+from .trie import Numbers, Row, Trie, build_trie
+
+NAMES: Final = PromptNames()
+
+_POSITIONS_OF_MASKS: Final = frozenset({"biogpt", "opt"})
+"""Model types that count positions, where they are given none, by what the mask shows."""
+
+_READ: Final = frozenset({*NAMES, "use_cache", "output_hidden_states", "return_dict"})
+WITHOUT_EFFECT: Final = frozenset({"num_items_in_batch", "cache_position", "logits_to_keep", "labels", "shift_labels"})
+"""Arguments that losses and heads read, and trainers hand on to the decoder, and what tells the slots of a cache."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a pass.
+
+    Attributes:
+        inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
+        are_ids: Which of them.
+        rows: The real tokens of each row.
+        planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
+    """
+
+    inputs: Tensor
+    are_ids: bool
+    rows: list[Row]
+    planes: int
+
+    @property
+    def width(self) -> int:
+        return self.inputs.shape[1]
+
+    def trie(self, *, least: int, saving: int, kept: Sequence[Row] = ()) -> Trie:
+        """What the rows have in common with each other and with kept ones, see `build_trie`.
+
+        Raises:
+            Unsupported: Different embeddings have the same hash.
+        """
+        trie = build_trie(self.rows, self.width, least=least, saving=saving, kept=kept)
+        if not self.are_ids:
+            flat, index = self.inputs.flatten(0, 1), torch.from_numpy(trie.index.reshape(-1))
+            real = index < len(trie.places)
+            taken = torch.from_numpy(trie.places)[index[real]]
+            if not torch.equal(flat[real.to(flat.device)], flat[taken.to(flat.device)]):
+                raise Unsupported("different inputs_embeds have the same hash")
+        return trie
+
+    def arguments(self, trie: Trie) -> dict[str, Tensor]:
+        """The packed row of distinct tokens, as the decoder takes it."""
+        device = self.inputs.device
+        places = torch.from_numpy(trie.places).to(device)
+        positions = torch.from_numpy(trie.positions).to(device)[None]
+        name = NAMES.ids if self.are_ids else NAMES.embeddings
+        return {
+            name: self.inputs.flatten(0, 1)[places][None],
+            # With a mask, transformers does not take positions that begin anew for those of packed sequences.
+            NAMES.mask: torch.ones_like(positions),
+            NAMES.positions: positions.expand(self.planes, -1, -1) if self.planes else positions,
+        }
+
+
+def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int = 2) -> Batch:
+    """Read the arguments of a pass without a cache, of at least so many rows.
+
+    Raises:
+        Unsupported: They are not those of rows of tokens whose masks hide padding alone.
+    """
+    for name, value in given.items():
+        if name not in _READ | WITHOUT_EFFECT and not is_nothing(value) and value is not False:
+            raise Unsupported(f"the argument {name!r} is not shared in passes without a cache")
+    ids, embeddings = given.get(NAMES.ids), given.get(NAMES.embeddings)
+    if (ids is None) == (embeddings is None):
+        raise Unsupported("the pass is given input_ids and inputs_embeds, or neither")
+    inputs = ids if embeddings is None else embeddings
+    if not isinstance(inputs, Tensor) or inputs.dim() != (2 if embeddings is None else 3):
+        raise Unsupported(f"the pass is given tokens of shape {list(getattr(inputs, 'shape', []))}")
+    rows, width = inputs.shape[:2]
+    if rows < least or not width:
+        raise Unsupported(f"the pass has {rows} row{'' if rows == 1 else 's'} of {width} tokens")
+    if embeddings is not None and embeddings.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("inputs_embeds need a gradient, each row's its own")
+    mask = _mask(given.get(NAMES.mask), rows, width)
+    spans = [(0, width)] * rows if mask is None else list(_spans(mask))
+    positions, planes = _positions(given.get(NAMES.positions), given.get(NAMES.mask), rows, width)
+    if positions is None:
+        counts_shown = decoder.config.model_type in _POSITIONS_OF_MASKS
+        firsts = [0 if counts_shown else start for start, _ in spans]
+    else:
+        firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
+    keys = _host(inputs) if embeddings is None else _hashes(embeddings)
+    read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
+    return Batch(inputs, embeddings is None, read, planes)
+
+
+def _host(tensor: Tensor) -> Numbers:
+    numbers: Numbers = tensor.detach().to("cpu", torch.int64).numpy()
+    return numbers
+
+
+def _mask(mask: Any, rows: int, width: int) -> Numbers | None:
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != (rows, width):
+        raise Unsupported(
+            f"attention_mask is not [rows, tokens] of the pass, but {list(getattr(mask, 'shape', [type(mask)]))}"
+        )
+    shown = _host(mask != 0)
+    return None if shown.all() else shown
+
+
+def _spans(shown: Numbers) -> Iterator[tuple[int, int]]:
+    """The columns of each row's real tokens."""
+    for row in shown:
+        count = int(row.sum())
+        start = int(row.argmax())
+        if not row[start : start + count].all():
+            raise Unsupported("attention_mask hides tokens between others")
+        yield start, start + count
+
+
+def _positions(position_ids: Any, mask: Any, rows: int, width: int) -> tuple[Numbers | None, int]:
+    """Positions ``[rows, width]``, and the number of planes."""
+    if position_ids is None:
+        return None, 0
+    ids, planes = reduced(position_ids, mask)
+    if ids is None or ids.dim() != 2 or ids.shape[1] != width or len(ids) not in (1, rows):
+        raise Unsupported("position_ids are not one for each token of each row")
+    return np.broadcast_to(_host(ids), (rows, width)), planes
+
+
+def _first(positions: Numbers) -> int:
+    """The first of positions that count on from it."""
+    if len(positions) and (np.diff(positions) != 1).any():
+        raise Unsupported("position_ids do not count the tokens of a row one by one")
+    return int(positions[0]) if len(positions) else 0
+
+
+_HASHED_AT_ONCE: Final = 2**24
+"""Elements of embeddings whose 64-bit products are in memory at once."""
+
+
+def _hashes(embeddings: Tensor) -> Numbers:
+    """A number ``[rows, width]`` for each embedding, equal for equal ones."""
+    words = embeddings.detach().contiguous().view(torch.int16)
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator) | 1
+    factors = factors.to(words.device)
+    some = max(1, _HASHED_AT_ONCE // max(1, words[0].numel()))
+    return np.concatenate([_host((part * factors).sum(-1)) for part in words.split(some)])

@@ -1,0 +1,179 @@
+"""The override of a decoder's ``forward``: passes without a cache compute tokens that rows share once.
+
+The decoder is the module that returns ``last_hidden_state``. It is given all rows, and returns hidden states of all
+rows, so that heads, losses and wrappers around it do not notice; between, its layers run on one packed row of the
+batch's distinct tokens, of which each attends to its own path of the trie.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .._compat import CACHE, cache_in
+from ..cache.shared import named_arguments
+from ..errors import Unsupported, reason_of
+from ..generation.model_state import ModelState
+from ..generation.options import Options
+from ..generation.report import ForwardReport
+from ..generation.structure import Structure
+from .packed import CacheOfRows, PackedPass, to_rows
+from .reuse import ModelThen, Prefixes, keep
+from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
+from .support import check_decoder, check_settings
+from .trie import Trie
+
+_LEAST_SHARE = 0.02
+"""Part of the given tokens that sharing must save: less is lost in attention by parts."""
+
+
+def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
+    original = state.methods.original(decoder, "forward")
+    if not state.options.share_forward or cache_in(kwargs) is not None or torch.compiler.is_compiling():
+        return original(*args, **kwargs)
+    return _forward(state, decoder, original, args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forward(
+    state: ModelState,
+    decoder: PreTrainedModel,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+    given = named_arguments(names, args, kwargs) if args else dict(kwargs)
+    if cache_in(given) is not None:
+        return original(*args, **kwargs)
+    report = state.last_forward = ForwardReport()
+    structure = state.structure_of(decoder)
+    try:
+        try:
+            output = _shared(state, decoder, original, structure, given, report)
+        except Unsupported as error:
+            report.path, report.reason = "stock", str(error)
+            output = None
+        if output is None:
+            return original(*args, **kwargs)
+        return output
+    except BaseException as error:
+        report.fail(error)
+        raise
+    finally:
+        structure.release()
+        state.log_once(str(report), logging.INFO)
+
+
+def _shared(
+    state: ModelState,
+    decoder: PreTrainedModel,
+    original: Callable[..., Any],
+    structure: Structure,
+    given: dict[str, Any],
+    report: ForwardReport,
+) -> Any:
+    """The output of the packed pass; raises `Unsupported`."""
+    options = state.options
+    shows_states = given.get("output_hidden_states") or decoder.config.output_hidden_states  # which are not kept
+    most = 0 if torch.is_grad_enabled() or shows_states else options.reused_bytes
+    batch = read_batch(decoder, given, least=1 if most else 2)
+    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
+        raise Unsupported(reason)
+    before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
+    report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
+    report.kept = trie.tree.kept
+    check_settings(decoder, given, trie.longest)
+    _check_gain(options, trie, reuses=bool(most))
+    makes_cache = _makes_cache(decoder, given)
+    kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
+    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
+    arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
+    try:
+        with packed.running(structure):
+            output = original(**arguments)
+    except Unsupported as error:
+        if packed.layers and structure.gathering is not None:  # others may wait in layers that would run again
+            raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
+        raise
+    _check_output(structure, packed, output)
+    if hidden_before is not None:
+        output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
+    if most and batch.are_ids:
+        then = ModelThen.of(decoder, structure) if before is None else before.then
+        hidden = output["last_hidden_state"]
+        state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
+    report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
+    index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
+    if makes_cache:
+        own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
+        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
+    return _of_rows(decoder, output, index, given)
+
+
+def _found(
+    state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool
+) -> tuple[Prefixes | None, Trie]:
+    """What an earlier pass has kept, if it still holds, and what the rows have in common with it and each other."""
+    options, before = state.options, None
+    if reuses and batch.are_ids and isinstance(found := state.kept_forward, Prefixes):
+        before = found if found.then.is_now(decoder, structure) else None
+    find = partial(batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
+    trie = find(kept=before.rows if before is not None else ())
+    if not len(trie.places):  # the decoder runs over at least one token
+        return before, find()
+    return before, trie
+
+
+def _check_gain(options: Options, trie: Trie, *, reuses: bool) -> None:
+    """Raise `Unsupported` if a pass saves too little, now or for later ones."""
+    needed = options.fewest_saved
+    if reuses:
+        if trie.longest < needed:
+            raise Unsupported(f"the longest row has {trie.longest} tokens, and {needed} are worth keeping")
+        return
+    if options.min_saved_tokens == "auto":
+        needed = max(needed, int(_LEAST_SHARE * trie.given))
+    if trie.saved < needed:
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
+
+
+def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None:
+    """Raise `Unsupported`, from now on without a pass, if layers attended otherwise than was seen."""
+    expected, reason = structure.layout.per_token.keys(), None
+    if packed.layers < len(expected):
+        reason = f"{packed.layers} of its {len(expected)} layers attend by transformers' attention interface"
+    elif packed.keeps and expected - packed.stored.keys():
+        reason = "its layers' keys and values are not those of a cache; pass use_cache=False"
+    elif others := output.keys() - {"last_hidden_state", "hidden_states"}:
+        reason = f"its output has {', '.join(sorted(others))}"
+    if reason is not None:
+        structure.keep("forward", reason)
+        raise Unsupported(reason)
+
+
+def _of_rows(decoder: PreTrainedModel, output: Any, index: Tensor, given: dict[str, Any]) -> Any:
+    """The output of a packed row as that of all rows."""
+    output["last_hidden_state"] = to_rows(output["last_hidden_state"], index)
+    if (states := output.get("hidden_states")) is not None:
+        output["hidden_states"] = tuple(to_rows(layer, index) for layer in states)
+    asked = given.get("return_dict")
+    return output if (decoder.config.return_dict if asked is None else asked) else output.to_tuple()
+
+
+def _makes_cache(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Whether the decoder's own pass would return a cache, which it is not given."""
+    asked = given.get("use_cache")
+    if not (getattr(decoder.config, "use_cache", False) if asked is None else asked):
+        return False
+    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules())
+    return not (checkpoints and decoder.training)

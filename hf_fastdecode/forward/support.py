@@ -1,0 +1,35 @@
+"""Which decoders compute shared tokens once in passes without a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..attention.overrides import own_code_of
+from ..errors import Unsupported
+from ..generation.structure import Structure
+from ..generation.support import check_model, check_state, rope_limit
+
+
+def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
+    """Raise `Unsupported` if the decoder, as it is now, cannot run a packed row of distinct tokens."""
+    name, layout = type(decoder).__name__, structure.layout
+    check_model(decoder, layout)
+    own = own_code_of(type(decoder))
+    if layout.own or (own is not None and (own.computes_layers or own.reads_masks)):
+        raise Unsupported(f"the attention of {name} runs by code of its own, which reads a cache")
+    if layout.states or layout.cross:
+        raise Unsupported("its layers have states, or an encoder's keys and values")
+    check_state(structure.walk, keeps_cache=False)
+
+
+def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int) -> None:
+    """Raise `Unsupported` if a pass asks for what a packed row does not compute."""
+    for output in ("output_attentions", "output_router_logits"):
+        asked = given.get(output)
+        if asked or (asked is None and getattr(decoder.config, output, False)):
+            raise Unsupported(f"{output}=True counts, or shows, each row's tokens")
+    limit = rope_limit(decoder.config.get_text_config(decoder=True))
+    if limit is not None and longest > limit:
+        raise Unsupported(f"its position embedding changes beyond {limit} tokens, and a row has {longest}")

@@ -1,0 +1,1 @@
+"""Forward passes over rows that begin alike: shared beside stock."""

@@ -1,0 +1,314 @@
+"""Attention of a tree's distinct tokens and its gradients beside a dense mask: in fp64, and by PyTorch's operators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_fastdecode.attention.kv import Scoring
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.forward import attention, operators
+from hf_fastdecode.forward.attention import attend
+from hf_fastdecode.forward.nodes import Node, Tree
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
+TREES = {
+    "samples of a prompt": [(163, -1), (20, 0), (1, 0), (65, 0), (20, 0)],
+    "samples shorter than the prompt's copies": [(300, -1), (3, 0), (1, 0), (2, 0)],
+    "prompts": [(40, -1), (9, 0), (9, 0), (31, -1), (30, 3), (1, 3), (5, -1)],
+    "chains": [(33, -1), (1, 0), (2, 1), (17, 2), (1, 2), (3, 1), (40, 5), (41, 5), (64, -1), (1, 8), (1, 9), (8, 10)],
+    "rows that share nothing": [(17, -1), (1, -1), (64, -1)],
+}
+"""Length and parent of each node."""
+
+KEPT = {
+    "a kept prompt": ([(129, -1)], [(20, 0), (7, 0), (1, 0)]),
+    "kept nodes below kept nodes, read in another order": (
+        [(19, -1), (30, 0), (41, -1), (6, 2)],
+        [(5, 3), (7, 0), (9, 5), (2, 5), (4, 1), (3, 0), (8, 2), (1, -1)],
+    ),
+}
+"""Likewise of kept nodes, and of new ones."""
+
+SCORINGS = {
+    "plain": Scoring(0.3),
+    "window": Scoring(0.3, window=11),
+    "window of one token": Scoring(0.3, window=1),
+    "wide window": Scoring(0.3, window=10_000),
+    "soft cap": Scoring(0.3, softcap=2.0),
+    "soft cap and window": Scoring(0.3, softcap=2.0, window=25),
+    "sinks": Scoring(0.3, sinks=torch.tensor(0.0)),
+    "sinks and window": Scoring(0.3, window=8, sinks=torch.tensor(0.0)),
+}
+"""Sinks are drawn for the heads."""
+
+
+def tree_of(new: list[tuple[int, int]], kept: list[tuple[int, int]] | None = None) -> Tree:
+    nodes: list[Node] = []
+    for length, parent in [*(kept or []), *new]:
+        nodes.append(Node(nodes[-1].start + nodes[-1].length if nodes else 0, length, parent))
+    return Tree(tuple(nodes), kept=sum(length for length, _ in kept or []))
+
+
+def all_trees() -> dict[str, Tree]:
+    return {name: tree_of(new) for name, new in TREES.items()} | {
+        name: tree_of(new, kept) for name, (kept, new) in KEPT.items()
+    }
+
+
+def random_tree(seed: int) -> Tree:
+    """New nodes in depth-first order below kept ones, which have no order but parents first."""
+    draw = random.Random(seed)
+    lengths = [1, 1, 2, 5, draw.randint(1, 40)]
+    kept = []
+    for number in range(draw.choice([0, 0, 1, 4])):
+        kept.append((draw.choice(lengths), draw.randint(-1, number - 1)))
+    new: list[tuple[int, int]] = []
+
+    def add(parent: int, depth: int) -> None:
+        new.append((draw.choice(lengths), parent))
+        number = len(kept) + len(new) - 1
+        for _ in range(draw.choice([0, 1, 2, 4]) if depth else 0):
+            add(number, depth - 1)
+
+    for _ in range(draw.randint(1, 4)):
+        add(draw.randint(-1, len(kept) - 1), draw.randint(0, 4))
+    return tree_of(new, kept)
+
+
+def visible(tree: Tree, window: int | None) -> Tensor:
+    """Which keys each query sees, ``[tokens, kept + tokens]``, token by token."""
+    paths: list[list[int]] = []
+    rows = []
+    for node in tree.nodes:
+        path = [] if node.parent < 0 else list(paths[node.parent])
+        for token in range(node.start, node.start + node.length):
+            path.append(token)
+            rows.append(path[-window:] if window else list(path))
+        paths.append(path)
+    mask = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+    for token, path in enumerate(rows):
+        mask[token, path] = True
+    return mask[tree.kept :]
+
+
+class Inputs:
+    """Queries, keys, values, sinks if the scores have them, and the gradient of the result, in fp64."""
+
+    def __init__(
+        self, tree: Tree, scoring: Scoring, heads: int = 4, kv_heads: int = 2, head_dim: int = 16, value_dim: int = 0
+    ):
+        torch.manual_seed(sum(node.length * (number + 3) for number, node in enumerate(tree.nodes)))
+        keys = tree.nodes[-1].start + tree.nodes[-1].length
+        tokens = keys - tree.kept
+        shapes = [(tokens, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim or head_dim)]
+        shapes += [(heads,)] if scoring.sinks is not None else []
+        self.tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+        self.grad = torch.randn(tokens, heads, value_dim or head_dim, dtype=torch.float64)
+        self.tree, self.scoring = tree, scoring
+
+    def rounded(self, dtype: torch.dtype) -> Inputs:
+        self.tensors = [
+            part.to(dtype if index < 3 else torch.float32).double() for index, part in enumerate(self.tensors)
+        ]
+        self.grad = self.grad.to(dtype).double()
+        return self
+
+    def run(
+        self, function: Callable[..., Tensor], dtype: torch.dtype = torch.float64, device: str = "cpu"
+    ) -> list[Tensor]:
+        """Result and gradients, in fp64 on the CPU; sinks stay in fp32 at least."""
+        leaves = [
+            part.to(device, torch.promote_types(dtype, torch.float32) if index == 3 else dtype).requires_grad_()
+            for index, part in enumerate(self.tensors)
+        ]
+        scoring = self.scoring if len(leaves) == 3 else replace(self.scoring, sinks=leaves[3])
+        out = function(*leaves[:3], self.tree, scoring)
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(out, leaves, self.grad.to(device, dtype))
+        return [part.detach().double().cpu() for part in (out, *grads)]
+
+
+def oracle(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
+    """Attention by a dense mask, in the inputs' dtype."""
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~visible(tree, scoring.window).to(query.device), -torch.inf)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(-1, len(query), 1)
+        scores = torch.cat([scores, sinks], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(key)], value)
+
+
+def stock(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
+    """PyTorch's own attention with a dense mask; of soft caps and sinks, which it has not, that by products."""
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return oracle(query, key, value, tree, scoring)
+    key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    seen = visible(tree, scoring.window).to(query.device)
+    bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)[None]
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+    out = F.scaled_dot_product_attention(query, key, value, bias[None], scale=scoring.scale)
+    return out[0].transpose(0, 1)
+
+
+def check(inputs: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
+    """Compare the errors of result and gradients with those of PyTorch's own attention."""
+    expected = inputs.rounded(dtype).run(oracle)
+    errors = [
+        [(part - right).norm() / right.norm() for part, right in zip(inputs.run(function, dtype, device), expected)]
+        for function in (attend, stock)
+    ]
+    for name, ours, stocks in zip(("out", "query", "key", "value", "sinks"), *errors):
+        # Few roundings may cancel by chance: then what one costs counts. Sinks, of which there are few, are fp32.
+        rounding = torch.finfo(torch.float32).eps if name == "sinks" else torch.finfo(dtype).eps / 4
+        assert ours <= bound * max(stocks, rounding), f"{name}: {ours:.2e}, stock's {stocks:.2e}"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["as chosen", "all copied", "none copied"])
+def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make operators that can attend to copies of keys do so always, or never."""
+    if request.param != "as chosen":
+        number = torch.inf if request.param == "all copied" else 0.0
+        monkeypatch.setattr(operators.Products, "copies", (number, number))
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (4, 4, 80), (8, 1, 16)], ids=["gqa", "mha", "mqa"])
+@pytest.mark.parametrize("name", [*TREES, *KEPT])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0), (torch.bfloat16, 1.1)], ids=["fp32", "bf16"])
+def test_errors_are_those_of_stock(
+    name: str, heads: tuple[int, int, int], dtype: torch.dtype, bound: float, device: str
+) -> None:
+    check(Inputs(all_trees()[name], Scoring(heads[2] ** -0.5), *heads), dtype, device, bound)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("name", ["chains", list(KEPT)[1]])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0), (torch.bfloat16, 1.1)], ids=["fp32", "bf16"])
+def test_errors_with_score_options_are_those_of_stock(
+    name: str, scoring: str, dtype: torch.dtype, bound: float, device: str
+) -> None:
+    check(Inputs(all_trees()[name], SCORINGS[scoring]), dtype, device, bound)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.usefixtures("copies")
+def test_random_trees_are_those_of_dense_masks(
+    seed: int, scoring: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "_MOST_QUERIES", 5)  # products in several blocks
+    inputs = Inputs(random_tree(seed), SCORINGS[scoring])
+    for ours, right in zip(inputs.run(attend, device=device), inputs.run(oracle)):
+        torch.testing.assert_close(ours, right)
+
+
+def test_values_of_another_width(device: str) -> None:
+    check(Inputs(all_trees()["chains"], Scoring(0.2), head_dim=24, value_dim=16), torch.float32, device, 2.0)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    for scoring in (Scoring(0.5), Scoring(0.5, window=3), Scoring(0.5, softcap=1.5)):
+        tree = tree_of([(2, -1), (1, 0), (2, 1), (2, 0)], [(2, -1)])
+        inputs = Inputs(tree, replace(scoring, sinks=torch.tensor(0.0)), heads=2, kv_heads=1, head_dim=2)
+        leaves = [part.requires_grad_() for part in inputs.tensors]
+        assert torch.autograd.gradcheck(
+            lambda *parts, tree=tree, scoring=scoring: attend(*parts[:3], tree, replace(scoring, sinks=parts[3])),
+            leaves,
+        )
+
+
+def test_strides_do_not_matter(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = Inputs(all_trees()["prompts"], Scoring(0.3))
+
+    def strided(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
+        packed = torch.cat([key, query, query], 1)  # one projection
+        by_head = value.transpose(0, 1).contiguous().transpose(0, 1)
+        query = packed[:, key.shape[1] : -query.shape[1]]
+        out = attend(query, packed[:, : key.shape[1]], by_head, tree, scoring)
+        return out.transpose(0, 1).contiguous().transpose(0, 1)  # the gradient is by head
+
+    for one, other in zip(inputs.run(attend, dtype, device), inputs.run(strided, dtype, device)):
+        torch.testing.assert_close(one, other)
+    inputs.grad = torch.ones(()).expand_as(inputs.grad)  # of a sum, without strides
+    for one, other in zip(inputs.run(attend, device=device), inputs.run(oracle)):
+        torch.testing.assert_close(one, other)
+
+
+def test_only_inputs_and_results_are_saved(device: str) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    inputs = Inputs(all_trees()["chains"], Scoring(0.3))
+    leaves = [part.to(device, dtype).requires_grad_() for part in inputs.tensors]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda part: saved.append(part) or part, lambda part: part):
+        with torch.no_grad():
+            assert not attend(*leaves, inputs.tree, inputs.scoring).requires_grad
+        assert not attend(*(part.detach() for part in leaves), inputs.tree, inputs.scoring).requires_grad
+        assert not saved
+        out = attend(*leaves, inputs.tree, inputs.scoring)
+    assert [part.shape for part in saved] == [*(part.shape for part in (*leaves, out)), (4, len(out))]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_after_the_first_do_not_wait_for_the_gpu() -> None:
+    inputs = Inputs(all_trees()["chains"], Scoring(0.3))
+    leaves = [part.to("cuda", torch.bfloat16).requires_grad_() for part in inputs.tensors]
+    attend(*leaves, inputs.tree, inputs.scoring).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend(*leaves, inputs.tree, inputs.scoring).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_layers_share_what_is_computed_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(all_trees()["chains"], Scoring(0.3))
+    first = inputs.run(attend)
+    monkeypatch.setattr(attention, "_Paths", pytest.fail)
+    monkeypatch.setattr(attention, "_call", pytest.fail)
+    for one, other in zip(first, inputs.run(attend)):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scoring", "expected"),
+    [
+        ((torch.float32, 16, 16), Scoring(1.0), "FusedOnCpu"),
+        ((torch.bfloat16, 16, 16), Scoring(1.0), "FusedOnCpu"),
+        ((torch.float32, 24, 16), Scoring(1.0), "Products"),
+        ((torch.float32, 16, 16), Scoring(1.0, window=3), "Products"),
+        ((torch.float32, 16, 16), Scoring(1.0, softcap=3), "Products"),
+    ],
+)
+def test_operators(shape: tuple[torch.dtype, int, int], scoring: Scoring, expected: str) -> None:
+    dtype, head_dim, value_dim = shape
+    query, values = torch.empty(5, 4, head_dim, dtype=dtype), torch.empty(5, 2, value_dim, dtype=dtype)
+    assert type(operators.choose_operator(query, values, scoring, 2)).__name__ == expected
+
+
+def test_biases_by_distance_are_refused() -> None:
+    inputs = Inputs(all_trees()["prompts"], Scoring(0.3))
+    with pytest.raises(Unsupported, match="biases by distance"):
+        attend(*inputs.tensors, inputs.tree, Scoring(1.0, distances=torch.zeros(4, 3)))
