@@ -27,8 +27,7 @@ STYLES: dict[str, tuple[str, str]] = {
     "sketch": ("#c46a8d", "sketch: two Triton launches"),
     "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
 }
-"""The colour and name of each way in every figure."""
-_PLAIN_STYLE = ("#444444", "")
+"""The colour and name of each way."""
 _COLUMNS = 4
 
 Picture = Callable[[Sequence[Measurement], Path], Path | None]
@@ -45,42 +44,32 @@ def _op_lines(x: str, other: str) -> Picture:
     """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
 
     def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
-        rows = [row for row in rows if one_node(row)]
+        rows = [row for row in rows if one_node(row) and not is_part(row["way"]) and row["status"] == "ok"]
         shortest = min((int(row["suffix"]) for row in rows), default=0)
-        rows = [row for row in rows if int(row["suffix"]) == shortest]
-        panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
+        panels = _panels([row for row in rows if int(row["suffix"]) == shortest], x, other)
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (panel, shown) in zip(axes, panels.items()):
+            for way in sorted({row["way"] for row in shown}, key=[*STYLES, *(row["way"] for row in shown)].index):
+                points = sorted((int(row[x]), float(row["us_p50"])) for row in shown if row["way"] == way)
+                colour, name = STYLES.get(way, ("#444444", way))
+                axis.plot(*zip(*points), color=colour, label=name, marker="o", markersize=3.5, linewidth=1.6)
+            floors = sorted({(int(row[x]), float(row["floor_us"])) for row in shown})
+            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
+            ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+            powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+            axis.set_title(panel, fontsize=9)
+            axis.set_yscale("log")
+            axis.minorticks_off()
+            axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
+            axis.set_ylabel("microseconds a layer", fontsize=8)
+            style_axis(axis)
+            plain_numbers(axis.yaxis)
         title = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
-        return _draw_lines(panels, x, ("us_p50", "microseconds a layer"), title, path, floor="floor_us")
+        return _saved(figure, title, path)
 
     return draw
-
-
-def _draw_lines(
-    panels: dict[str, list[Measurement]], x: str, y: tuple[str, str], title: str, path: Path, *, floor: str = ""
-) -> Path | None:
-    """Draw a line for each way in each panel, of a column and its name, and of another that is the floor."""
-    if not panels:
-        return None
-    figure, axes = _figure(panels)
-    for axis, (panel, rows) in zip(axes, panels.items()):
-        whole = [row for row in rows if not is_part(row["way"])]
-        for way in sorted({row["way"] for row in whole}, key=[*STYLES, *(row["way"] for row in whole)].index):
-            points = sorted((int(row[x]), float(row[y[0]])) for row in whole if row["way"] == way and row.get(y[0]))
-            if points:
-                axis.plot(*zip(*points), **_look(way))
-        if floor:
-            floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
-            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
-        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
-        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
-        axis.set_title(panel, fontsize=9)
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
-        axis.set_ylabel(y[1], fontsize=8)
-        style_axis(axis)
-        plain_numbers(axis.yaxis)
-    return _saved(figure, title, path)
 
 
 def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
@@ -119,14 +108,12 @@ _OPS: dict[str, Picture] = {
 }
 
 
-def _panels(
-    rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
-) -> dict[str, list[Measurement]]:
-    """Measured rows by panel: up to four values of `other` for each `line`, where x takes two values at least."""
+def _panels(rows: Sequence[Measurement], x: str, other: str) -> dict[str, list[Measurement]]:
+    """Rows by panel: up to four values of `other` for each head layout, where x takes two values at least."""
     found: dict[str, dict[int, list[Measurement]]] = {}
     for row in rows:
-        if row["status"] == "ok":
-            found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
+        layout = f"{row['heads']} heads, {row['kv_heads']} KV"
+        found.setdefault(layout, {}).setdefault(int(row[other]), []).append(row)
     panels = {}
     for name, by_value in found.items():
         values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
@@ -134,11 +121,6 @@ def _panels(
         for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
             panels[f"{name}; {'context' if other == 'context' else 'n'} {value:,}"] = by_value[value]
     return panels
-
-
-def _look(way: str) -> dict[str, Any]:
-    colour, name = STYLES.get(way, _PLAIN_STYLE)
-    return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}
 
 
 def _figure(panels: Sized) -> tuple[Any, list[Any]]:
@@ -159,7 +141,7 @@ def _tokens(count: int) -> str:
 
 
 def _where(rows: Sequence[Measurement]) -> str:
-    return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
+    return f"{rows[0]['device']}, {rows[0]['dtype']}"
 
 
 _LEVEL_COLOURS: Final = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from hf_fastdecode.cli.bench import find_device, refuse_red
 from hf_fastdecode.cli.console import show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import CsvFile, Device, check_choice
-from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import check_out
 
@@ -52,7 +50,6 @@ def ops(
     sets: Annotated[list[str] | None, sets_of(OP_SETS, "small")] = None,
     way: Annotated[list[str] | None, repeatable(OP_WAY_NAMES, f"all but {', '.join(_COMPILE)}")] = None,
     only: Only = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the set's")] = None,
     device: Device = "auto",
     check: Check = True,
     show: ListCases = False,
@@ -76,10 +73,7 @@ def ops(
             --way recipe
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
-    found = cases_of_sets(OP_SETS, sets, device, "small")
-    if dtype is not None:
-        found = [replace(case, dtype=parse_dtype(dtype, auto=False)) for case in found]
-    cases = chosen(found, only)
+    cases = chosen(cases_of_sets(OP_SETS, sets, device, "small"), only)
     if show:
         return show_cases(cases)
     if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):  # it would not be what runs

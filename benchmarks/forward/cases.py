@@ -72,27 +72,32 @@ FORWARD_SETS: dict[str, list[ForwardCase]] = {
 _BOTH = ("stock", "enabled")
 
 
-def forward_table(rows: Sequence[Measurement]) -> str:
-    """A line for each case: seconds and peak memory, stock → enabled, and seconds of other ways."""
-    peers = [way for way in dict.fromkeys(row["way"] for row in rows) if way not in _BOTH]
+def forward_table(rows: Sequence[Measurement], *, brief: bool = False) -> str:
+    """A line for each case, stock → enabled, and seconds of other ways; if `brief`, seconds alone."""
+    peers = [] if brief else [way for way in dict.fromkeys(row["way"] for row in rows) if way not in _BOTH]
     lines = []
     for ways in by(rows, "case", "checkpointing", "layers"):
         both = [ways[way] for way in _BOTH if way in ways]
-        first = next(iter(ways.values()))
+        first, gains = next(iter(ways.values())), len(both) == 2 and {row["status"] for row in both} == {"ok"}
         kept = ", no checkpointing" if first["work"] == "training" and first["checkpointing"] == "False" else ""
-        cells = [first["shape"] + (f", {first['layers']} layers" if first["layers"] != "0" else "")]
-        cells += [first["work"] + kept, first["prompts"]]
-        cells.append(f"{int(first['context']):,} x {first['samples']} x {int(first['completion']):,}")
-        cells += [" → ".join(cell(row, shown) for row in both) for shown in (_seconds, _memory, _first_call)]
-        gains = len(both) == 2 and {row["status"] for row in both} == {"ok"}
-        cells.append(f"{float(both[0]['s_p50']) / float(both[1]['s_p50']):.1f}x" if gains else "")
-        cells.append(f"{int(first['tokens']):,} → {int(both[1]['computed']):,}" if gains else "")
-        lines.append([*cells, *(cell(ways.get(way), _seconds) for way in peers)])
-    names = ["model", "pass", "prompts", "prompt x samples x completion", "seconds", "peak GiB", "first pass, more by"]
+        line = {
+            "model": first["shape"] + (f", {first['layers']} layers" if first["layers"] != "0" else ""),
+            "pass": first["work"] + kept,
+            "prompts": first["prompts"],
+            "prompt x samples x completion": f"{first['context']} x {first['samples']} x {first['completion']}",
+            "seconds": " → ".join(cell(row, _seconds) for row in both),
+            "speed-up": f"{float(both[0]['s_p50']) / float(both[1]['s_p50']):.1f}x" if gains else "",
+        }
+        if not brief:
+            line["tokens computed"] = f"{int(both[0]['tokens']):,} → {int(both[1]['computed']):,}" if gains else ""
+            line["peak GiB"] = " → ".join(cell(row, _memory) for row in both)
+            line["first pass, more by"] = " → ".join(cell(row, _first_call) for row in both)
+        lines.append(line | {way: cell(ways.get(way), _seconds) for way in peers})
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
-    note = "stock → `enable(model)`; medians; memory with weights and gradients; training with gradient checkpointing"
-    return markdown([*names, "speed-up", "tokens computed", *peers], lines, f"{where}; {note}.")
+    note = "stock → `enable(model)`; medians; training with gradient checkpointing"
+    note += "" if brief else "; memory with weights and gradients"
+    return markdown([*lines[0]], [[*line.values()] for line in lines], f"{where}; {note}.")
 
 
 def _seconds(row: Measurement) -> str:

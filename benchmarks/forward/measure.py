@@ -88,9 +88,9 @@ class ForwardBench:
                 )
                 peak = timed.peak_over(self.device, None if held is None else 0)
                 ran = _what_ran(model, rows, way)
-        times = timed.percentiles(samples)
-        row = {"first_call_s": first, "s_p20": times.p20, "s_p50": times.p50, "s_p80": times.p80, "peak_bytes": peak}
-        row |= {"tokens": rows.ids.numel(), "loss": -float(found[0].mean())} | ran
+        times = dict(zip(("s_p20", "s_p50", "s_p80"), timed.percentiles(samples), strict=True))
+        row = {"first_call_s": first, **times, "peak_bytes": peak, "tokens": rows.ids.numel(), **ran}
+        row["loss"] = -float(found[0].mean())
         if exact is not None:
             row["error_ratio"] = error_ratio(found[0][-len(exact[0]) :], *exact)
             if red := _red("log-probabilities", row["error_ratio"]):
@@ -113,13 +113,10 @@ class ForwardBench:
                 weight.data = weight.data.to(weights)
             return _pass(model, hidden, last, scored)
 
-        def make() -> tuple[Tensor, Tensor]:
-            found = scores(dtype), scores(torch.float32 if dtype.itemsize == 2 else torch.float64)
-            scores(dtype)
-            return found
-
+        wide = torch.float32 if dtype.itemsize == 2 else torch.float64
         with _prepared(model, scored), using(model, "stock", last) as hidden:
-            return self._exact.of(scored, make)
+            exact, stock = self._exact.of(scored, lambda: (scores(wide), scores(dtype)))
+        return stock, exact
 
 
 def _random(config: Any, layers: int, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
