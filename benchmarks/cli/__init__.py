@@ -12,6 +12,7 @@ from ..generate.cases import WAYS
 from ..sampling.cases import SAMPLING_WAYS
 from ..slim.cases import SLIM_WAYS
 from . import forward, generate, ops, parallel, workloads
+from .options import NOTE
 
 
 class Benchmarks(OneLineErrors):
@@ -25,13 +26,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings=HELP_NAMES,
-)
-
-_NOTE = (
-    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
-    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
-    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
-    "measured again; name another `--out` to keep them."
 )
 
 
@@ -56,7 +50,7 @@ for command, ways in (
     (forward.forward, FORWARD_WAYS),
 ):
     listed = [f"- `{name}`: {what}" for name, what in ways.items()]
-    app.command(epilog="\n\n".join([*listed, _NOTE]))(prints_tables(command))
+    app.command(epilog="\n\n".join([*listed, NOTE]))(prints_tables(command))
 app.add_typer(workloads.app, name="workloads")
 
 

@@ -44,6 +44,14 @@ Only = Annotated[
 Check = Annotated[
     bool, typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
 ]
+NOTE = (
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
+    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
+    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
+    "measured again; name another `--out` to keep them."
+)
+"""Follows every command's help."""
+
 ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leave.")]
 
 

@@ -28,16 +28,11 @@ from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.rows import check_out
 
 from ..workloads.cases import LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import measured, report_workload
+from .options import NOTE, measured, report_workload
 
 app = command_group()
 
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
-
-_NOTE: Final = (
-    "A picture goes beside the rows, which have the device, versions, commit (`$COMMIT` when it is set) and command. "
-    "Those of the same commit and command are kept: run a command again, and it goes on where it broke off."
-)
 
 
 @app.callback()
@@ -45,7 +40,7 @@ def main() -> None:
     """Workloads of the Hydragen paper: samples of many problems, and many questions about one long text."""
 
 
-@app.command(epilog=_NOTE)
+@app.command(epilog=NOTE)
 @prints_tables
 @expand_option_groups
 def hier(
@@ -103,7 +98,7 @@ def hier(
     report_workload(rows, out, levels_page, draw_levels)
 
 
-@app.command(epilog=_NOTE)
+@app.command(epilog=NOTE)
 @prints_tables
 @expand_option_groups
 def longqa(

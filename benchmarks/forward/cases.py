@@ -85,14 +85,14 @@ def forward_table(rows: Sequence[Measurement], *, brief: bool = False) -> str:
             "pass": first["work"] + kept,
             "prompts": first["prompts"],
             "prompt x samples x completion": f"{first['context']} x {first['samples']} x {first['completion']}",
-            "seconds": " → ".join(cell(row, _seconds) for row in both),
+            "seconds": " → ".join(map(_seconds, both)),
             "speed-up": f"{float(both[0]['s_p50']) / float(both[1]['s_p50']):.1f}x" if gains else "",
         }
         if not brief:
             line["tokens computed"] = f"{int(both[0]['tokens']):,} → {int(both[1]['computed']):,}" if gains else ""
-            line["peak GiB"] = " → ".join(cell(row, _memory) for row in both)
-            line["first pass, more by"] = " → ".join(cell(row, _first_call) for row in both)
-        lines.append(line | {way: cell(ways.get(way), _seconds) for way in peers})
+            line["peak GiB"] = " → ".join(cell(row, lambda one: _gib(one["peak_bytes"])) for row in both)
+            line["first pass"] = " → ".join(cell(row, lambda one: f"{float(one['first_call_s']):.3f}") for row in both)
+        lines.append(line | {way: _seconds(ways.get(way)) for way in peers})
     first = rows[0]
     where = f"{first['device']}, {first['dtype']}, torch {first['torch']}, transformers {first['transformers']}"
     note = "stock → `enable(model)`; medians; training with gradient checkpointing"
@@ -100,13 +100,9 @@ def forward_table(rows: Sequence[Measurement], *, brief: bool = False) -> str:
     return markdown([*lines[0]], [[*line.values()] for line in lines], f"{where}; {note}.")
 
 
-def _seconds(row: Measurement) -> str:
-    return f"{float(row['s_p50']):.3f}"
+def _seconds(row: Measurement | None) -> str:
+    return cell(row, lambda one: f"{float(one['s_p50']):.3f}")
 
 
-def _memory(row: Measurement) -> str:
-    return f"{float(row['peak_bytes']) / 2**30:.1f}" if row["peak_bytes"] else "not known"
-
-
-def _first_call(row: Measurement) -> str:
-    return f"{max(0.0, float(row['first_call_s']) - float(row['s_p50'])):.2f} s"
+def _gib(size: str) -> str:
+    return f"{float(size) / 2**30:.1f}" if size else "not known"

@@ -7,10 +7,10 @@ twice as much as stock's against fp64; and so must the log-probabilities of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from hf_fastdecode.measurement.shapes import SHAPES, config_of, random_weights
 from ..latest import Latest
 from ..ops.inputs import BOUND
 from .cases import ForwardCase
-from .ways import Hidden, Rows, using
 
 _COLUMNS = (
     *("status", "ran", "first_call_s", "s_p20", "s_p50", "s_p80", "peak_bytes", "tokens", "computed", "loss"),
@@ -37,6 +36,57 @@ _CHECKED = 256  # predictions of a case that are compared, at least
 _SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4}
 # All experts are chosen, so that rounding chooses none.
 _SMALL |= {"num_local_experts": 4, "num_experts_per_tok": 4}
+
+
+class Rows(NamedTuple):
+    """The rows of a case, those of a prompt one after the other: ``[rows, context + completion]`` int64."""
+
+    ids: Tensor
+    prompts: int
+    context: int
+
+    @classmethod
+    def of(cls, case: ForwardCase, vocabulary: int, device: torch.device) -> Rows:
+        torch.manual_seed(1)
+        prompts = torch.randint(1, vocabulary, (case.prompts, case.context)).repeat_interleave(case.samples, 0)
+        completions = torch.randint(1, vocabulary, (case.rows, case.completion))
+        return cls(torch.cat([prompts, completions], 1).to(device), case.prompts, case.context)
+
+    @property
+    def completions(self) -> Tensor:
+        """``[rows, completion]``"""
+        return self.ids[:, self.context :]
+
+
+Hidden = Callable[[], Tensor]
+"""A pass: the decoder's last states where the completions' tokens are predicted, ``[rows, completion, hidden]``."""
+
+PEERS: dict[str, Callable[[PreTrainedModel, Rows], Hidden]] = {}
+"""Passes of other programs, see `FORWARD_WAYS`; they change the attention implementation."""
+
+
+@contextmanager
+def using(model: PreTrainedModel, way: str, rows: Rows, **options: Any) -> Iterator[Hidden]:
+    """Within, a function that runs the pass this way, ours with options; on leaving, the model is as it was.
+
+    Raises NotAvailableError where the way does not run here.
+    """
+    if way in PEERS:
+        before: Any = model.config._attn_implementation
+        try:
+            yield PEERS[way](model, rows)
+        finally:
+            model.set_attn_implementation(before)
+        return
+    mask = torch.ones_like(rows.ids)
+
+    def hidden() -> Tensor:
+        out = model.get_decoder()(input_ids=rows.ids, attention_mask=mask, use_cache=False)
+        states: Tensor = out.last_hidden_state
+        return states[:, rows.context - 1 : -1]
+
+    with nullcontext() if way == "stock" else fd.enabled(model, share_forward=True, **options):
+        yield hidden
 
 
 class ForwardBench:
@@ -188,14 +238,14 @@ def _red(what: str, ratio: float) -> str | None:
 
 def check_way(way: str, case: ForwardCase, device: torch.device) -> str | None:
     """Check a way on a small model of the case's kind, with and without checkpointing; None when it is right."""
-    config, fields = config_of(case.shape, getattr(torch, case.dtype)), SHAPES[case.shape]
-    kv_heads = max(1, 4 * fields["num_key_value_heads"] // fields["num_attention_heads"])
+    config, shape = config_of(case.shape, getattr(torch, case.dtype)), SHAPES[case.shape]
+    kv_heads = max(1, 4 * shape["num_key_value_heads"] // shape["num_attention_heads"])
     for name, value in (_SMALL | {"num_key_value_heads": kv_heads}).items():
         if getattr(config, name, None) is not None:
             setattr(config, name, value)
     model = _random(config, 2, device, getattr(torch, case.dtype))
     exact = copy.deepcopy(model).double()
-    if "num_local_experts" in fields:
+    if "num_local_experts" in shape:
         exact.set_experts_implementation("eager")  # PyTorch has no grouped product in fp64
     small = ForwardCase(case.shape, "training", 2, 203, 3, 41, dtype=case.dtype)
     rows = Rows.of(small, config.vocab_size, device)

@@ -23,7 +23,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from benchmarks.__main__ import main
 from benchmarks.forward.cases import FORWARD_WAYS
-from benchmarks.forward.ways import PEERS, Hidden, Rows
+from benchmarks.forward.measure import PEERS, Hidden, Rows
 from hf_fastdecode.measurement.rows import NotAvailableError
 
 
