@@ -1,9 +1,10 @@
 """Attention of the packed row of a tree's distinct tokens: each token attends to its own path, with gradients.
 
 Attention is a merge of partials over disjoint keys (`attention.kv`): those of a token's own node, and those of each of
-its ancestors. A node's descendants attend to it together, in one run of all their queries. Where copying its keys is
-cheaper than to merge partials, and where a window cuts paths anywhere, its keys are copied before those of each node
-below it instead, so that one causal run attends to both.
+its ancestors. On a GPU the prefill kernel computes it, which merges by itself. Otherwise, and for all gradients, the
+descendants of a node attend to it together, in one run of all their queries. Where copying its keys is cheaper than
+one more call, and where a window cuts paths anywhere, its keys are copied before those of each node below it instead,
+so that one causal run attends to both.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..attention.kv import Partial, Scoring, merge
+from ..attention.overrides import no_autocast
 from ..errors import Unsupported
 from .nodes import Tree
 from .operators import Call, Operator, attend_by_kernel, choose_operator
@@ -278,8 +280,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            whole = plan.attend(query, key, value, sinks)
+        whole = plan.attend(query, key, value, sinks)
         ctx.plan = plan
         ctx.save_for_backward(query, key, value, sinks, *whole)
         return whole.out
@@ -290,7 +291,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, *whole = ctx.saved_tensors
         out, lse = whole
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        with torch.autocast(query.device.type, enabled=False):
+        with no_autocast(query.device):
             grads = ctx.plan.gradients(grad, query, key, value, Partial(out, lse))
         of_sinks = None
         if sinks is not None:

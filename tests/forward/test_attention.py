@@ -251,7 +251,7 @@ def test_flash_attention_where_the_kernel_fails(window: int | None, monkeypatch:
     by_flash, expected = inputs.run(attend, torch.bfloat16, "cuda"), inputs.rounded(torch.bfloat16).run(oracle)
     assert calls
     for one, other, right in zip(by_flash, by_kernel, expected):
-        assert (one - other).norm() > 0 and (one - right).norm() <= 2 * (other - right).norm()
+        assert (one - right).norm() <= 2 * (other - right).norm()
 
 
 def test_values_of_another_width(device: str) -> None:
