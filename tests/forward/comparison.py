@@ -57,7 +57,9 @@ class InDoubles(TorchFunctionMode):
             function = Tensor.double
         wide = {torch.float32: torch.float64}
         args = tuple(wide.get(one, one) if isinstance(one, torch.dtype) else one for one in args)
-        kwargs = {name: wide.get(one, one) if isinstance(one, torch.dtype) else one for name, one in (kwargs or {}).items()}
+        kwargs = {
+            name: wide.get(one, one) if isinstance(one, torch.dtype) else one for name, one in (kwargs or {}).items()
+        }
         return function(*args, **kwargs)
 
 
@@ -134,7 +136,9 @@ def faults(ours: Outcome, stock: Outcome, oracle: Outcome) -> list[str]:
     return sorted(found)
 
 
-def compared(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome], **options: Any) -> tuple[list[str], Any]:
+def compared(
+    model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome], **options: Any
+) -> tuple[list[str], Any]:
     """Faults of a shared pass beside stock's, and its report."""
     stock, oracle = run(model), exact(model, run)
     with sharing(model, **options):

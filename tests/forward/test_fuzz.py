@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 
 from ..cases import exhaustive_but
 from ..tiny_models import tiny_model
-from .batches import Batch, batches
+from .batches import batches
 from .comparison import PADDING, SHARES, exact_of, faults, in_doubles, outcome, report_of, sharing
 
 _SMALL = {"hidden_size": 32}
