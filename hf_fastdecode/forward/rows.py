@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -34,13 +34,20 @@ class Batch:
         inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
         are_ids: Which of them.
         rows: The real tokens of each row.
+        counts_padding: Whether positions count padding at the left, of which rows have different numbers.
         planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
     """
 
     inputs: Tensor
     are_ids: bool
     rows: list[Row]
+    counts_padding: bool
     planes: int
+
+    @property
+    def without_offsets(self) -> Batch:
+        """The batch with positions that count from each row's first token."""
+        return replace(self, rows=[row._replace(position=0) for row in self.rows])
 
     @property
     def width(self) -> int:
@@ -105,7 +112,7 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
         firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
     keys = _host(inputs) if embeddings is None else _hashes(embeddings)
     read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
-    return Batch(inputs, embeddings is None, read, planes)
+    return Batch(inputs, embeddings is None, read, positions is None and len(set(firsts)) > 1, planes)
 
 
 def _host(tensor: Tensor) -> Numbers:
