@@ -25,16 +25,17 @@ def padded(vocabulary: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("name", "shares"), [("llama-gqa", True), ("gpt_neox", True), ("gpt2", False)])
 def test_positions_that_count_padding(name: str, shares: bool) -> None:
-    """Rotary embeddings know distances alone; a table of positions does not."""
+    """Rotary embeddings know distances alone; a table of positions does not. Error at most twice stock's."""
     model = tiny_model(name).eval()
-    stock, given = copy.deepcopy(model).double(), padded(model.config.vocab_size)
-    fd.enable(model, min_saved_tokens=1)
+    given = padded(model.config.vocab_size)
     seen = given["attention_mask"].bool()
-    ours, exact = model(**given).logits[seen], stock(**given).logits[seen]
+    stock, exact = (one(**given).logits[seen] for one in (model, copy.deepcopy(model).double()))
+    fd.enable(model, min_saved_tokens=1)
+    ours = model(**given).logits[seen]
     report = fd.explain(model).last_forward
     assert report.path == ("shared" if shares else "stock")
     assert report.computed == (40 + 3 + 4 + 5 + 6 if shares else report.tokens)
-    torch.testing.assert_close(ours.double(), exact, rtol=0, atol=3e-6)
+    assert (ours - exact).abs().max() <= 2 * (stock - exact).abs().max()
 
 
 def test_positions_from_the_first_token_share_in_tables_too() -> None:
