@@ -152,7 +152,7 @@ def _verdict(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str,
     path, reason = (report.path, report.reason) if report is not None else ("stock", "no report")
     if path == "failed":
         return Verdict("crashed", reason)
-    if found := faults(ours, stock, oracle):
+    if found := faults(ours, [stock], oracle):
         return Verdict("wrong", f"{path}: {found[0]} and {len(found) - 1} more")
     if path == "shared":
         if _is_blind(model, inputs, stock):
