@@ -1,9 +1,8 @@
-"""Figures of operators, of `generate` and of workloads, which are Hydragen's figures 6 and 7."""
+"""Figures of operators and of workloads, which are Hydragen's figures 6 and 7."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,50 +16,27 @@ from hf_fastdecode.measurement.figures import (
     save,
     style_axis,
 )
-from hf_fastdecode.measurement.rows import Measurement, failed
+from hf_fastdecode.measurement.rows import Measurement
 
-from .generate.table import CEILING, where_measured
 from .ops.table import is_part, one_node
-from .parallel.cost_model import Heads, Prediction
 from .workloads.cases import LEVELS, WAYS
 
 STYLES: dict[str, tuple[str, str]] = {
     "ours": (COLOURS["shared"], "hf_fastdecode"),
     "recipe": ("#3b6fb6", "recipe: best library call, flash, merge"),
-    "hydragen": ("#8a5fb5", "Hydragen: two flash calls, merge"),
-    "bifurcated": ("#d08a1d", "Bifurcated: einsums"),
-    "bifurcated-compiled": ("#a8560f", "Bifurcated: einsums, compiled"),
     "sketch": ("#c46a8d", "sketch: two Triton launches"),
     "plain": (COLOURS["stock"], "plain flash decode, a copy a row"),
-    "stock": (COLOURS["stock"], "transformers"),
-    "stock-static": (COLOURS["stock-static"], "transformers, static cache, compiled"),
-    "shared": (COLOURS["shared"], "hf_fastdecode"),
-    "eager": (COLOURS["eager"], "hf_fastdecode, eager"),
-    "graph": (COLOURS["graph"], "hf_fastdecode, graph"),
 }
-"""The colour and name of each way in every figure."""
-_PLAIN_STYLE = ("#444444", "")
+"""The colour and name of each way."""
 _COLUMNS = 4
 
 Picture = Callable[[Sequence[Measurement], Path], Path | None]
 """Draws rows to a file, or finds nothing to draw."""
 
 
-class RedCheckError(ValueError):
-    """Measurements whose check was red are not drawn."""
-
-
 def plot(rows: Sequence[Measurement], stem: Path) -> list[Path]:
-    """Draw all figures of one command's measurements, to ``STEM-NAME.png``; returns the files.
-
-    There is none where no line can be drawn. Raises RedCheckError where a check was red, so that the run says nothing.
-    """
-    if red := failed(rows):
-        raise RedCheckError(f"{len(red)} rows are not right, such as {red[0]['way']}: {red[0]['status']}")
-    if not rows:
-        return []
-    pictures = _OPS if "case" in rows[0] else _COMPLETIONS if "from_token" in rows[0] else _GENERATE
-    found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in pictures.items()]
+    """Draw all figures of measured operators, to ``STEM-NAME.png``; returns the files: none without a line to draw."""
+    found = [picture(rows, stem.with_name(f"{stem.name}-{name}.png")) for name, picture in _OPS.items()]
     return [path for path in found if path is not None]
 
 
@@ -68,42 +44,32 @@ def _op_lines(x: str, other: str) -> Picture:
     """Latency of operators against `x`: a line of panels for each head layout, a panel for each value of `other`."""
 
     def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
-        rows = [row for row in rows if one_node(row)]
+        rows = [row for row in rows if one_node(row) and not is_part(row["way"]) and row["status"] == "ok"]
         shortest = min((int(row["suffix"]) for row in rows), default=0)
-        rows = [row for row in rows if int(row["suffix"]) == shortest]
-        panels = _panels(rows, x, other, lambda row: f"{row['heads']} heads, {row['kv_heads']} KV")
+        panels = _panels([row for row in rows if int(row["suffix"]) == shortest], x, other)
+        if not panels:
+            return None
+        figure, axes = _figure(panels)
+        for axis, (panel, shown) in zip(axes, panels.items()):
+            for way in sorted({row["way"] for row in shown}, key=[*STYLES, *(row["way"] for row in shown)].index):
+                points = sorted((int(row[x]), float(row["us_p50"])) for row in shown if row["way"] == way)
+                colour, name = STYLES.get(way, ("#444444", way))
+                axis.plot(*zip(*points), color=colour, label=name, marker="o", markersize=3.5, linewidth=1.6)
+            floors = sorted({(int(row[x]), float(row["floor_us"])) for row in shown})
+            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
+            ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
+            powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
+            axis.set_title(panel, fontsize=9)
+            axis.set_yscale("log")
+            axis.minorticks_off()
+            axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
+            axis.set_ylabel("microseconds a layer", fontsize=8)
+            style_axis(axis)
+            plain_numbers(axis.yaxis)
         title = f"Attention of one decode step over a shared context, {shortest} own tokens a row, {_where(rows)}"
-        return _draw_lines(panels, x, ("us_p50", "microseconds a layer"), title, path, floor="floor_us")
+        return _saved(figure, title, path)
 
     return draw
-
-
-def _draw_lines(
-    panels: dict[str, list[Measurement]], x: str, y: tuple[str, str], title: str, path: Path, *, floor: str = ""
-) -> Path | None:
-    """Draw a line for each way in each panel, of a column and its name, and of another that is the floor."""
-    if not panels:
-        return None
-    figure, axes = _figure(panels)
-    for axis, (panel, rows) in zip(axes, panels.items()):
-        whole = [row for row in rows if not is_part(row["way"])]
-        for way in sorted({row["way"] for row in whole}, key=[*STYLES, *(row["way"] for row in whole)].index):
-            points = sorted((int(row[x]), float(row[y[0]])) for row in whole if row["way"] == way and row.get(y[0]))
-            if points:
-                axis.plot(*zip(*points), **_look(way))
-        if floor:
-            floors = sorted({(int(row[x]), float(row[floor])) for row in whole})
-            axis.plot(*zip(*floors), "k--", linewidth=1, label="floor: bytes or arithmetic")
-        ticks = sorted({int(value) for line in axis.lines for value in line.get_xdata()})
-        powers_of_two(axis, ticks, [_tokens(tick) for tick in ticks])
-        axis.set_title(panel, fontsize=9)
-        axis.set_yscale("log")
-        axis.minorticks_off()
-        axis.set_xlabel("context, tokens" if x == "context" else "n, samples", fontsize=8)
-        axis.set_ylabel(y[1], fontsize=8)
-        style_axis(axis)
-        plain_numbers(axis.yaxis)
-    return _saved(figure, title, path)
 
 
 def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
@@ -135,68 +101,19 @@ def _floor_share(rows: Sequence[Measurement], path: Path) -> Path | None:
     return save(figure, path)
 
 
-def _generate_lines(x: str, other: str, y: str, name: str, title: str) -> Picture:
-    """A number of whole calls against `x`: a line of panels for each model, a panel for each value of `other`."""
-
-    def draw(rows: Sequence[Measurement], path: Path) -> Path | None:
-        rows = [row for row in rows if not row.get("finish")]
-        panels = _panels(rows, x, other, lambda row: row["shape"])
-        return _draw_lines(panels, x, (y, name), f"{title}, {_where(rows)}; where a line ends, memory did", path)
-
-    return draw
-
-
-def _growing_completions(rows: Sequence[Measurement], path: Path) -> Path | None:
-    """Milliseconds of a step against the tokens of a completion, a panel for each model and number of samples."""
-    measured = [row for row in rows if row["status"] == "ok"]
-    panels: dict[str, list[Measurement]] = {}
-    for row in measured:
-        name = f"{row['shape']}, n = {row['samples']}, prompt of {int(row['context']):,}"
-        panels.setdefault(name, []).append(row)
-    panels = {name: own for name, own in panels.items() if len({row["to_token"] for row in own}) > 1}
-    if not panels:
-        return None
-    figure, axes = _figure(panels)
-    for axis, (name, own) in zip(axes, panels.items()):
-        for way in dict.fromkeys(row["way"] for row in own):
-            xs, steps = zip(*sorted((_middle(row), float(row["ms_per_step"])) for row in own if row["way"] == way))
-            axis.plot(xs, steps, **_look(way))
-            if way.endswith(CEILING):
-                floors = {_middle(row): float(row["kv_floor_ms"]) + sum(steps) / len(steps) for row in own}
-                axis.plot(*zip(*sorted(floors.items())), "k--", linewidth=1, label="no attention + reading the KV")
-        axis.set_ylim(bottom=0)
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("tokens of a completion", fontsize=8)
-        axis.set_ylabel("ms a step", fontsize=8)
-        style_axis(axis)
-    return _saved(figure, where_measured(measured), path)
-
-
-def _middle(row: Measurement) -> float:
-    return (int(row["from_token"]) + int(row["to_token"])) / 2
-
-
 _OPS: dict[str, Picture] = {
     "latency-context": _op_lines("context", "rows"),
     "latency-n": _op_lines("rows", "context"),
     "floor": _floor_share,
 }
-_COMPLETIONS: dict[str, Picture] = {"steps": _growing_completions}
-_GENERATE: dict[str, Picture] = {
-    "latency-context": _generate_lines("context", "samples", "ms_per_step", "ms a step", "generate, time of a step"),
-    "latency-n": _generate_lines("samples", "context", "ms_per_step", "ms a step", "generate, time of a step"),
-    "throughput": _generate_lines("samples", "context", "tokens_per_s", "tokens a second", "generate, throughput"),
-}
 
 
-def _panels(
-    rows: Sequence[Measurement], x: str, other: str, line: Callable[[Measurement], str]
-) -> dict[str, list[Measurement]]:
-    """Measured rows by panel: up to four values of `other` for each `line`, where x takes two values at least."""
+def _panels(rows: Sequence[Measurement], x: str, other: str) -> dict[str, list[Measurement]]:
+    """Rows by panel: up to four values of `other` for each head layout, where x takes two values at least."""
     found: dict[str, dict[int, list[Measurement]]] = {}
     for row in rows:
-        if row["status"] == "ok":
-            found.setdefault(line(row), {}).setdefault(int(row[other]), []).append(row)
+        layout = f"{row['heads']} heads, {row['kv_heads']} KV"
+        found.setdefault(layout, {}).setdefault(int(row[other]), []).append(row)
     panels = {}
     for name, by_value in found.items():
         values = sorted(value for value, own in by_value.items() if len({row[x] for row in own}) > 1)
@@ -204,14 +121,6 @@ def _panels(
         for value in [values[round(index * last / max(1, most - 1))] for index in range(most)]:
             panels[f"{name}; {'context' if other == 'context' else 'n'} {value:,}"] = by_value[value]
     return panels
-
-
-def _look(way: str) -> dict[str, Any]:
-    base = way.removesuffix(CEILING)
-    colour, name = STYLES.get(base, _PLAIN_STYLE)
-    if way.endswith(CEILING):
-        return {"color": colour, "linestyle": ":", "linewidth": 1.4, "label": f"{name or base}: ceiling, no attention"}
-    return {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.6, "label": name or way}
 
 
 def _figure(panels: Sized) -> tuple[Any, list[Any]]:
@@ -232,7 +141,7 @@ def _tokens(count: int) -> str:
 
 
 def _where(rows: Sequence[Measurement]) -> str:
-    return f"{rows[0]['device']}, {rows[0]['dtype']}" if rows else ""
+    return f"{rows[0]['device']}, {rows[0]['dtype']}"
 
 
 _LEVEL_COLOURS: Final = {
@@ -314,32 +223,3 @@ def _unit(rows: Sequence[Measurement]) -> tuple[str, int]:
 
 def _model_and_place(rows: Sequence[Measurement]) -> str:
     return f"{rows[0]['model']} in {rows[0]['dtype']} on {rows[0]['device']}"
-
-
-_SCALING: Final[tuple[tuple[str, str, Callable[[Prediction], float]], ...]] = (
-    ("ring: keys and values passed round", "#d08a1d", lambda found: found.ring_s),
-    ("tree: three all-reduces, as the paper", "#3b6fb6", lambda found: found.tree_s),
-    ("tree: one all-gather, as here", COLOURS["shared"], lambda found: found.one_gather_s),
-)
-
-
-def draw_scaling(found: Sequence[Prediction], heads: Heads, path: Path) -> Path:
-    """Microseconds of a layer against the number of GPUs, a panel for each context."""
-    panels = [(context, list(own)) for context, own in groupby(found, lambda one: one.context)]
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure, axes = new_figure(len(panels), columns, (3.6 * columns + 0.6, 2.9 * lines + 1.1))
-    for axis, (context, own) in zip(axes, panels, strict=True):
-        gpus = [one.gpus for one in own]
-        for label, colour, seconds in _SCALING:
-            axis.plot(gpus, [1e6 * seconds(one) for one in own], color=colour, marker="o", markersize=3, label=label)
-        axis.plot(gpus, [1e6 * one.attend_s for one in own], "k--", linewidth=1, label="each GPU's part alone")
-        axis.set_title(f"{context:,} tokens", fontsize=9)
-        powers_of_two(axis, gpus, [f"{count:,}" for count in gpus])
-        axis.tick_params(axis="x", labelrotation=45)
-        axis.set_yscale("log")
-        plain_numbers(axis.yaxis)
-        axis.set_xlabel("GPUs", fontsize=9)
-        style_axis(axis)
-    axes[0].set_ylabel("microseconds a layer", fontsize=9)
-    return _saved(figure, f"Predicted: attention of one row's decode step, {heads}, by a cost model", path, columns=2)

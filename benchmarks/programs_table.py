@@ -67,6 +67,20 @@ def rollouts_table(rows: Sequence[Measurement]) -> str:
     return markdown(names, lines, note)
 
 
+def grpo_steps_table(rows: Sequence[Measurement]) -> str:
+    """Seconds of a whole training step with a rollout, and of its parts, a line for each way."""
+    ways = {"stock": "stock", "rollouts": "`fd.enable(model, share_forward=False)`", "enabled": "`fd.enable(model)`"}
+    lines = []
+    for row in rows:
+        seconds = [f"{float(row[name]):.2f} s" for name in ("step_s", "rollout_s", "logprobs_s", "update_s")]
+        lines.append([ways[row["way"]], *seconds, f"{float(row['peak_bytes']) / 2**30:.0f} GiB", row["ran"]])
+    first = rows[0]
+    what = f"{first['rows']} completions of {first['new_tokens']} tokens, prompts of up to {first['prompt_tokens']}"
+    note = f"{first['program']} (TRL {first['trl']}), {first['model']} in bf16: {what}; {_where(first)}."
+    names = ["", "a step", "rollout", "log-probabilities", "update and all else", "peak memory", "of the last pass"]
+    return markdown(names, lines, note)
+
+
 def _where(row: Measurement) -> str:
     return f"{row['device']}, torch {row['torch']}, transformers {row['transformers']}"
 

@@ -13,11 +13,12 @@ from hf_fastdecode.measurement.rows import Measurement
 
 from . import RESULTS
 from .figures import plot
+from .forward.cases import forward_table
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
-from .programs_table import CLIENTS, clients_table, rollouts_table, vllm_table
+from .programs_table import CLIENTS, clients_table, grpo_steps_table, rollouts_table, vllm_table
 from .readme import draw_readme_figures, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
@@ -44,6 +45,7 @@ _BY_COLUMN: dict[str, Callable[[list[Measurement]], str]] = {
     "caches": generate.first_calls_table,
     "to_token": generate.completions_table,
     "bandwidth_share": slim_table,
+    "checkpointing": forward_table,
 }
 """Tables of rows that alone have a column."""
 
@@ -70,6 +72,8 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "steps apart": generate.steps_apart_table,
     **{name: partial(clients_table, name=name) for name in CLIENTS},
     "rollouts": rollouts_table,
+    "grpo steps": grpo_steps_table,
+    "forward in brief": partial(forward_table, brief=True),
     "vllm": vllm_table,
     "readme": readme_table,
     "predicted": predicted_table,

@@ -7,10 +7,12 @@ import typer
 from hf_fastdecode.cli.console import OneLineErrors, prints_tables
 from hf_fastdecode.cli.options import HELP_NAMES
 
+from ..forward.cases import FORWARD_WAYS
 from ..generate.cases import WAYS
 from ..sampling.cases import SAMPLING_WAYS
 from ..slim.cases import SLIM_WAYS
-from . import generate, ops, parallel, tables, workloads
+from . import forward, generate, ops, parallel, workloads
+from .options import NOTE
 
 
 class Benchmarks(OneLineErrors):
@@ -26,17 +28,10 @@ app = typer.Typer(
     context_settings=HELP_NAMES,
 )
 
-_NOTE = (
-    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
-    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
-    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
-    "measured again; name another `--out` to keep them."
-)
-
 
 @app.callback()
 def main() -> None:
-    """Measure operators, sampling, slim attention and `generate`, ours beside what others do, in one run.
+    """Measure operators, sampling, slim attention, passes and `generate`, ours beside what others do, in one run.
 
     Rows go to `runs/`; those that the documentation cites are in `benchmarks/results/`. `hf-fastdecode bench` alone
     measures stock beside enabled on your model, without a clone.
@@ -52,10 +47,10 @@ for command, ways in (
     (ops.sampling, SAMPLING_WAYS),
     (ops.slim, SLIM_WAYS),
     (parallel.parallel, {f"{way} ({kind})": what for kind, of in parallel.KINDS.items() for way, what in of.items()}),
-    (tables.tables, {}),
+    (forward.forward, FORWARD_WAYS),
 ):
     listed = [f"- `{name}`: {what}" for name, what in ways.items()]
-    app.command(epilog="\n\n".join([*listed, _NOTE]))(prints_tables(command))
+    app.command(epilog="\n\n".join([*listed, NOTE]))(prints_tables(command))
 app.add_typer(workloads.app, name="workloads")
 
 

@@ -12,10 +12,9 @@ import typer
 from hf_fastdecode.cli.bench import check_positions, check_weights, parse_point, place_of_calls
 from hf_fastdecode.cli.console import bad_input
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, Repeats, check_choice, parse_counts
+from hf_fastdecode.cli.options import CsvFile, Device, Repeats, check_choice, parse_counts
 from hf_fastdecode.dtypes import parse_dtype
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import Measurement
 from hf_fastdecode.measurement.shapes import MAX_POSITIONS, SHAPES, parameters
 from hf_fastdecode.model_names import EMBEDDED, load_config, max_positions
 
@@ -36,7 +35,6 @@ from ..generate.shapes import INPUT_SHAPES
 from .options import (
     AllShapes,
     Check,
-    Checkpoints,
     ListCases,
     NewTokens,
     Only,
@@ -57,7 +55,6 @@ if TYPE_CHECKING:
 
 def generate(
     shape: AllShapes = None,
-    model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8, 1024x32", inputs=True)] = None,
     tree: Trees = None,
     new_tokens: NewTokens = 64,
@@ -77,7 +74,6 @@ def generate(
     device: Device = "auto",
     repeats: Repeats = 3,
     check: Check = True,
-    plot: Plot = False,
     show: ListCases = False,
     out: CsvFile = Path("runs/generate.csv"),
 ) -> None:
@@ -97,7 +93,7 @@ def generate(
     Examples:
 
         python -m benchmarks generate --shape 7b-mha --point 2048x16 \\
-            --point 8192x128 --plot
+            --point 8192x128
         python -m benchmarks generate --shape 8b-gqa --point 1024x1024 \\
             --new-tokens 768 --finish-mean 100 --way graph \\
             --way graph+max_rows=256
@@ -119,24 +115,16 @@ def generate(
     ends = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ends = ends if finish_mean is None else [f"~{finish_mean}"]
     ways = check_ways(way or DEFAULT_WAYS, WAYS)
-    calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
+    calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
     cases = chosen(calls, only)
     if show:
         return show_cases(cases)
     place = _place(cases, device, out)
-    rows = run_generate(cases, ways, place, check, repeats, out)
-    from ..generate.table import generate_tables
-
-    report(rows, out, generate_tables, plot=plot)
-
-
-def run_generate(
-    cases: Sequence[GenerateCase], ways: Sequence[str], device: torch.device, check: bool, repeats: int, out: Path
-) -> list[Measurement]:
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
+        from ..generate.table import generate_tables
 
-    return measured(cases, ways, GenerateBench(device, repeats=repeats, check=check), out)
+    report(measured(cases, ways, GenerateBench(place, repeats=repeats, check=check), out), out, generate_tables)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
@@ -157,13 +145,11 @@ def _place(cases: Sequence[GenerateCase], device: str, out: Path) -> torch.devic
 
 
 def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device) -> None:
-    """Refuse models whose config cannot be read, cases longer than their model, and large shapes on a CPU.
+    """Refuse cases longer than their model, and large shapes on a CPU.
 
     A large shape runs on a CPU only if that was named as the device, which `place` then is.
     """
     for shape in dict.fromkeys(case.shape for case in cases):
-        if shape not in SHAPES and Path(shape).expanduser().is_file():
-            raise InputError(f"--model must be a folder or a hub id, {shape!r} is a file; name the folder it is in")
         given = INPUT_SHAPES.get(shape)
         limit = MAX_POSITIONS if shape in SHAPES or given else max_positions(load_config(shape))
         for case in (case for case in cases if case.shape == shape):
@@ -175,10 +161,9 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
             check_weights(shape, given.parameters() if given else parameters(shape), device)
 
 
-def _shapes(shape: list[str] | None, model: list[str] | None, more: Iterable[str] = ()) -> list[str]:
-    """Shapes and checkpoints; the embedded model without any."""
-    check_choice("shape", shape or [], (*SHAPES, *more, EMBEDDED))
-    return [*(shape or []), *(model or [])] or [EMBEDDED]
+def _shapes(shape: list[str] | None, more: Iterable[str] = ()) -> list[str]:
+    """The shapes; the embedded model without any."""
+    return check_choice("shape", shape or [EMBEDDED], (*SHAPES, *more, EMBEDDED))
 
 
 def _calls(
@@ -206,7 +191,6 @@ _OF_FIRST_CALLS = [name for name in WAYS if name not in ("stock-beams", "beams")
 
 def completions(
     shape: Shapes = None,
-    model: Checkpoints = None,
     point: Annotated[list[str] | None, points("256x4")] = None,
     tree: Trees = None,
     marks: Annotated[
@@ -219,7 +203,6 @@ def completions(
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     check: Check = True,
-    plot: Plot = False,
     show: ListCases = False,
     out: CsvFile = Path("runs/completions.csv"),
 ) -> None:
@@ -233,7 +216,7 @@ def completions(
     Examples:
 
         python -m benchmarks completions --shape 8b-gqa --point 512x4 \\
-            --marks 64,2048,8192,32768 --way graph --plot
+            --marks 64,2048,8192,32768 --way graph
         python -m benchmarks completions --shape 7b-mha --tree 64+8x32768x1 \\
             --marks 32,96 --way graph --way slim-k
 
@@ -243,7 +226,7 @@ def completions(
     numbers = parse_counts("marks", marks)
     if numbers[-1] < 2:
         raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
-    calls = _calls(_shapes(shape, model), point, tree, ["256x4"], numbers[-1], dtype)
+    calls = _calls(_shapes(shape), point, tree, ["256x4"], numbers[-1], dtype)
     with bad_input():
         cases = [case for call in calls for case in spans(call, numbers)]
     if show:
@@ -254,12 +237,11 @@ def completions(
         from ..generate.table import completions_table
 
     rows = measured(cases, ways, CompletionBench(place, check=check, budget_s=seconds), out)
-    report(rows, out, completions_table, plot=plot)
+    report(rows, out, completions_table)
 
 
 def first_calls(
     shape: Shapes = None,
-    model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8", trees=False)] = None,
     new_tokens: NewTokens = 65,
     way: Annotated[list[str] | None, repeatable(_OF_FIRST_CALLS, "stock, shared")] = None,
@@ -280,7 +262,7 @@ def first_calls(
             --way shared
     """
     ways = check_ways(way or ("stock", "shared"), _OF_FIRST_CALLS)
-    calls = _calls(_shapes(shape, model), point, None, ["512x8"], new_tokens, dtype)
+    calls = _calls(_shapes(shape), point, None, ["512x8"], new_tokens, dtype)
     cases = [FirstCallsCase(call, found) for call in calls for found in CACHES]
     if show:
         return show_cases(cases)
@@ -294,7 +276,6 @@ def first_calls(
 
 def profile(
     shape: AllShapes = None,
-    model: Checkpoints = None,
     point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
     tree: Trees = None,
     new_tokens: NewTokens = 65,
@@ -316,7 +297,7 @@ def profile(
         python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
     """
     ways = check_ways(way or ("shared",), WAYS)
-    calls = _calls(_shapes(shape, model, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
+    calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
     cases = [ProfileCase(call, part) for call in calls for part in PARTS]
     if show:
         return show_cases(cases)

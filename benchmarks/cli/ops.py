@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,15 +12,14 @@ from hf_fastdecode.attention.torch_operators import BACKEND_VARIABLE
 from hf_fastdecode.cli.bench import find_device, refuse_red
 from hf_fastdecode.cli.console import show_tables
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import CsvFile, Device, Plot, check_choice, check_device
-from hf_fastdecode.dtypes import parse_dtype
+from hf_fastdecode.cli.options import CsvFile, Device, check_choice
 from hf_fastdecode.errors import InputError
-from hf_fastdecode.measurement.rows import C, Measurement, check_out
+from hf_fastdecode.measurement.rows import check_out
 
-from ..ops.cases import OP_SETS, OpCase
+from ..ops.cases import OP_SETS
 from ..sampling.cases import SAMPLING_SETS, SAMPLING_WAYS
 from ..slim.cases import SLIM_SETS, SLIM_WAYS
-from .options import Check, ListCases, Only, chosen, measured, repeatable, report, sets_of, show_cases
+from .options import Check, ListCases, Only, cases_of_sets, chosen, measured, repeatable, report, sets_of, show_cases
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +50,8 @@ def ops(
     sets: Annotated[list[str] | None, sets_of(OP_SETS, "small")] = None,
     way: Annotated[list[str] | None, repeatable(OP_WAY_NAMES, f"all but {', '.join(_COMPILE)}")] = None,
     only: Only = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="the set's")] = None,
     device: Device = "auto",
     check: Check = True,
-    plot: Plot = False,
     show: ListCases = False,
     out: CsvFile = Path("runs/ops.csv"),
 ) -> None:
@@ -73,49 +68,27 @@ def ops(
 
     Examples:
 
-        python -m benchmarks ops --set h200 --plot --out runs/ops-h200.csv
+        python -m benchmarks ops --set h200 --out runs/ops-h200.csv
         python -m benchmarks ops --set grid --only n128- --only n1024- --way ours \\
             --way recipe
     """
     ways = check_choice("way", way or [name for name in OP_WAY_NAMES if name not in _COMPILE], OP_WAY_NAMES)
-    found = _cases(OP_SETS, sets, device, "small")
-    if dtype is not None:
-        found = [replace(case, dtype=parse_dtype(dtype, auto=False)) for case in found]
-    cases = chosen(found, only)
+    cases = chosen(cases_of_sets(OP_SETS, sets, device, "small"), only)
     if show:
         return show_cases(cases)
-    check_backend()
-    from ..ops.table import ops_table
+    if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):  # it would not be what runs
+        raise InputError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
+    place = _place(device, out)
+    with exit_on_interrupt():
+        from ..ops.measure import OpBench
+        from ..ops.table import ops_table
 
-    report(run_ops(cases, ways, _place(device, out), check, out), out, ops_table, plot=plot)
+    report(measured(cases, ways, OpBench(place, check=check), out), out, ops_table)
 
 
 def _place(device: str, out: Path) -> torch.device:
     check_out(out)
     return find_device(device)
-
-
-def _cases(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
-    """The cases of the sets that are named, or of the default for the device."""
-    names = check_choice("set", sets or [], known)
-    check_device(device)
-    names = names or ["tiny" if find_device(device).type == "cpu" else default]
-    return [case for name in names for case in known[name]]
-
-
-def run_ops(
-    cases: Sequence[OpCase], ways: Sequence[str], device: torch.device, check: bool, out: Path
-) -> list[Measurement]:
-    with exit_on_interrupt():
-        from ..ops.measure import OpBench
-
-    return measured(cases, ways, OpBench(device, check=check), out)
-
-
-def check_backend() -> None:
-    """Refuse a backend that ``$HF_FASTDECODE_BACKEND`` forces: it would not be what runs."""
-    if (forced := os.environ.get(BACKEND_VARIABLE, "")) not in ("", "auto"):
-        raise InputError(f"${BACKEND_VARIABLE}={forced!r} is for generate; --way says which operators run: unset it")
 
 
 def sampling(
@@ -140,7 +113,7 @@ def sampling(
         python -m benchmarks sampling --only n1024- --way fast
     """
     ways = check_choice("way", way or SAMPLING_WAYS, SAMPLING_WAYS)
-    cases = chosen(_cases(SAMPLING_SETS, sets, device, "grid"), only)
+    cases = chosen(cases_of_sets(SAMPLING_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
     place = _place(device, out)
@@ -176,7 +149,7 @@ def slim(
     """
     ways = check_choice("way", way or SLIM_WAYS, SLIM_WAYS)
     ways += [f"{name}:{text}" for text in config or [] for name in ways if name.startswith("slim")]
-    cases = chosen(_cases(SLIM_SETS, sets, device, "grid"), only)
+    cases = chosen(cases_of_sets(SLIM_SETS, sets, device, "grid"), only)
     if show:
         return show_cases(cases)
     place = _place(device, out)

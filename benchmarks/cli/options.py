@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from hf_fastdecode.attention.torch_operators import backend_of_environment
-from hf_fastdecode.cli.bench import refuse_red
+from hf_fastdecode.cli.bench import find_device, refuse_red
 from hf_fastdecode.cli.console import FailedCheck, show_tables
+from hf_fastdecode.cli.options import check_choice, check_device
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import C, Case, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
@@ -26,7 +27,6 @@ def _shapes(names: Iterable[str]) -> Any:
 Shapes = Annotated[list[str] | None, _shapes(SHAPES)]
 AllShapes = Annotated[list[str] | None, _shapes((*SHAPES, *INPUT_SHAPES))]
 """The same with shapes that are given more than token ids."""
-Checkpoints = Annotated[list[str] | None, typer.Option(help="A checkpoint's folder or hub id, repeatable.")]
 Trees = Annotated[
     list[str] | None,
     typer.Option(
@@ -44,6 +44,14 @@ Only = Annotated[
 Check = Annotated[
     bool, typer.Option(help="Measure only what the correctness check finds right; --no-check is for debugging.")
 ]
+NOTE = (
+    "A row has the device, versions, commit (`$COMMIT` when it is set), command, and 20th, 50th and 80th percentiles. "
+    "Rows that the file already has from the same commit and command are kept: run a command again, and it goes on "
+    "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
+    "measured again; name another `--out` to keep them."
+)
+"""Follows every command's help."""
+
 ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leave.")]
 
 
@@ -76,6 +84,14 @@ def chosen(cases: Iterable[C], only: Sequence[str] | None) -> list[C]:
     return found
 
 
+def cases_of_sets(known: Mapping[str, Sequence[C]], sets: list[str] | None, device: str, default: str) -> list[C]:
+    """The cases of the sets that are named, or of the default for the device."""
+    names = check_choice("set", sets or [], known)
+    check_device(device)
+    names = names or ["tiny" if find_device(device).type == "cpu" else default]
+    return [case for name in names for case in known[name]]
+
+
 def show_cases(cases: Iterable[Case]) -> None:
     """A line for each case, for ``--list``."""
     for case in cases:
@@ -92,23 +108,13 @@ def measured(cases: Sequence[Case], ways: Sequence[str], bench: Any, out: Path) 
     return run(cases, ways, bench.measure, provenance=where, out=out)
 
 
-def report(
-    rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str], *, plot: bool = False
-) -> None:
-    """Show measurements as a table, and draw them if asked to; raises `FailedCheck` if a check was red."""
-    from ..figures import plot as draw
-
+def report(rows: list[Measurement], out: Path, table: Callable[[list[Measurement]], str]) -> None:
+    """Show measurements as a table; raises `FailedCheck` if a check was red."""
     refuse_red(rows, out)
     if rows and all(row["status"].startswith("not run: ") for row in rows):
         raise FailedCheck(f"nothing was measured: {rows[0]['way']}: {rows[0]['status'].partition(': ')[2]}")
     show_tables(table(rows))
     typer.echo(f"rows: {out}")
-    if plot:
-        pictures = draw(rows, out.with_suffix(""))
-        typer.echo(
-            "\n".join(f"picture: {path}" for path in pictures)
-            or "no picture: they need cases that differ in n, or in the context, alone"
-        )
 
 
 def report_workload(

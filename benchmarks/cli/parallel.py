@@ -69,7 +69,7 @@ def parallel(
     repeats: Repeats = 2,
     check: Check = True,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model, and draw them.")
+        bool, typer.Option("--simulate", help="Start nothing: predict tree and ring by a cost model.")
     ] = False,
     nvlink: Annotated[
         str | None,
@@ -120,7 +120,7 @@ def parallel(
     if out.is_file():
         raise InputError(f"--out must be a folder, {str(out)!r} is a file; name a folder, which gets a file a kind")
     if simulate:
-        return _simulate(shape, point, nvlink, infiniband, dtype, out)
+        return _simulate(point, nvlink, infiniband)
     with exit_on_interrupt():
         from ..parallel.processes import device_of_process
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -177,22 +177,13 @@ def _attention_case(shape: str, context: int, rows: int, ranks: int, dtype: str)
     return AttentionCase(shape, context, rows, ranks, fields["num_hidden_layers"], heads, kv_heads, head_dim, dtype)
 
 
-def _simulate(
-    shape: list[str] | None, point: list[str] | None, nvlink: str | None, infiniband: str, dtype: str, out: Path
-) -> None:
-    from ..figures import draw_scaling
-    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Heads, Link, measured_cluster, predictions
+def _simulate(point: list[str] | None, nvlink: str | None, infiniband: str) -> None:
+    from ..parallel.cost_model import PAPER_CONTEXTS, PAPER_HEADS, Link, measured_cluster, predictions
     from ..parallel.table import scaling_table
 
     contexts = sorted({parse_point(text)[0] for text in point}) if point else list(PAPER_CONTEXTS)
-    heads = PAPER_HEADS
-    if shape:
-        case = _attention_case(shape[0], max(contexts), 1, 1, dtype)
-        heads = Heads(case.heads, case.kv_heads, case.head_dim)
     with bad_input():
         cluster = replace(measured_cluster(), between=Link.parse("infiniband", infiniband))
         if nvlink is not None:
             cluster = replace(cluster, within=Link.parse("nvlink", nvlink), pass_s=0.0)
-    found = predictions(cluster, heads, contexts)
-    show_tables(scaling_table(found, cluster, heads))
-    typer.echo(f"picture: {draw_scaling(found, heads, out / 'simulated.png')}")
+    show_tables(scaling_table(predictions(cluster, PAPER_HEADS, contexts), cluster, PAPER_HEADS))

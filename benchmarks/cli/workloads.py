@@ -14,9 +14,7 @@ from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
 from hf_fastdecode.cli.options import (
     CsvFile,
-    Mode,
     Repeats,
-    check_choice,
     check_enable_options,
     command_group,
     expand_option_groups,
@@ -30,16 +28,11 @@ from hf_fastdecode.measurement import SAMPLING
 from hf_fastdecode.measurement.rows import check_out
 
 from ..workloads.cases import LEVELS, WAYS, check_point, parse_points, problem_prompts
-from .options import measured, repeatable, report_workload
+from .options import NOTE, measured, report_workload
 
 app = command_group()
 
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
-
-_NOTE: Final = (
-    "A picture goes beside the rows, which have the device, versions, commit (`$COMMIT` when it is set) and command. "
-    "Those of the same commit and command are kept: run a command again, and it goes on where it broke off."
-)
 
 
 @app.callback()
@@ -47,7 +40,7 @@ def main() -> None:
     """Workloads of the Hydragen paper: samples of many problems, and many questions about one long text."""
 
 
-@app.command(epilog=_NOTE)
+@app.command(epilog=NOTE)
 @prints_tables
 @expand_option_groups
 def hier(
@@ -59,9 +52,7 @@ def hier(
         str,
         typer.Option(help="PROBLEMSxSAMPLES, commas between: a call draws so many samples of each of the problems."),
     ] = "2x8,4x8",
-    level: Annotated[list[str] | None, repeatable(LEVELS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
-    mode: Mode = "auto",
     repeats: Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
@@ -81,9 +72,7 @@ def hier(
             --points 8x64,8x128 --new-tokens 128
     """
     wanted = parse_points(points)
-    chosen = check_choice("level", level or LEVELS, LEVELS)
-    levels = [one for one in LEVELS if one in chosen]
-    check_enable_options(mode=mode)
+    check_enable_options()
     model.check()
     if task == "apps":
         raise InputError("--task apps has no examples set apart; name embedded, mbpp or a file in MBPP's form")
@@ -102,15 +91,14 @@ def hier(
             task=task,
             shots=shots,
             timing=Timing(new_tokens, repeats, budget_s, SAMPLING),
-            mode=mode,
             check=check,
         )
         cases = [bench.case(problems, samples) for problems, samples in wanted]
-        rows = measured(cases, levels, bench, out)
+        rows = measured(cases, [*LEVELS], bench, out)
     report_workload(rows, out, levels_page, draw_levels)
 
 
-@app.command(epilog=_NOTE)
+@app.command(epilog=NOTE)
 @prints_tables
 @expand_option_groups
 def longqa(
@@ -123,9 +111,7 @@ def longqa(
     questions: Annotated[
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
-    way: Annotated[list[str] | None, repeatable(WAYS, "all")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
-    mode: Mode = "auto",
     repeats: Repeats = 3,
     out: CsvFile = Path("runs/longqa.csv"),
 ) -> None:
@@ -145,9 +131,7 @@ def longqa(
             --questions 64,512 --new-tokens 64
     """
     wanted = parse_counts("questions", questions)
-    chosen = check_choice("way", way or WAYS, WAYS)
-    ways = [one for one in WAYS if one in chosen]
-    check_enable_options(mode=mode)
+    check_enable_options()
     model.check()
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
@@ -162,10 +146,9 @@ def longqa(
             name=model.model,
             document_name="made from seed 0",
             timing=Timing(new_tokens, repeats, budget_s, {"do_sample": False}),
-            mode=mode,
         )
         cases = [bench.case(number) for number in wanted]
-        rows = measured(cases, ways, bench, out)
+        rows = measured(cases, [*WAYS], bench, out)
     report_workload(rows, out, questions_page, draw_questions)
 
 

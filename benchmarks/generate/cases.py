@@ -15,10 +15,8 @@ WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
     "stock-slim-k": "the same with a slim model of this shape that caches keys only; multi-head shapes only",
-    "stock-slim-k+r": "the same with keys and d/8 V-coordinates",
     "quantized-fp8": "stock with transformers' QuantizedCache in fp8",
     "quantized-hqq": "the same in 8 bits by HQQ, where hqq is installed",
-    "quantized-quanto": "the same in 4 bits, the most it takes, by quanto, where optimum-quanto is installed",
     "stock-beams": "transformers' beam search, with as many beams as samples",
     "stock-lookup": "transformers' prompt lookup, 8 tokens at a time; one sample only",
     "stock-hidden-states": "stock with output_hidden_states",
@@ -40,9 +38,8 @@ LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
 
 _STOCK_WAYS = (
-    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r"),
+    *("stock", "stock-static", "stock-slim-k", "quantized-fp8", "quantized-hqq"),
     *(f"stock-{name}" for name in LOOPS),
-    *("quantized-fp8", "quantized-hqq", "quantized-quanto"),
 )
 
 DEFAULT_WAYS = (

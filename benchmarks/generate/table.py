@@ -32,27 +32,17 @@ def cases_of(rows: Sequence[Measurement]) -> list[dict[str, Measurement]]:
     return by(rows, "shape", "context", "samples", "new_tokens", "dtype", "finish")
 
 
-def generate_table(
-    rows: Sequence[Measurement], *, published: Mapping[tuple[int, int], float] | None = None, unit: str = ""
-) -> str:
-    """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached.
-
-    A paper's own numbers, `published` by context and samples in its `unit`, are shown after ours.
-    """
+def generate_table(rows: Sequence[Measurement]) -> str:
+    """Milliseconds a step in each way, and what share of the no-attention ceiling's throughput is reached."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
     ceilings = {way.removesuffix(CEILING): way for way in ways if way.endswith(CEILING)}
     names = ["model", "context", "n", "new tokens", *ways, *(f"{way}, of ceiling" for way in ceilings if way in ways)]
-    if published:
-        names.append(f"published: {unit}")
     lines = []
     for case in cases_of(rows):
         first = next(iter(case.values()))
         cells = [_model(first), *_point(first), first["new_tokens"]]
         cells += [cell(case.get(way), _step) for way in ways]
         cells += [_share(case.get(way), case.get(top)) for way, top in ceilings.items() if way in ways]
-        if published:
-            value = published.get((int(first["context"]), int(first["samples"])))
-            cells.append("" if value is None else f"{value:g}")
         lines.append(cells)
     return markdown(names, lines, f"{where_measured(rows)}; ms/step, {timed(rows)}.")
 

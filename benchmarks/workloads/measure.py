@@ -164,11 +164,9 @@ class HierBench(_Workload):
         task: str,
         shots: int,
         timing: Timing,
-        mode: str = "auto",
         check: bool = True,
     ):
         super().__init__(model, prompts, timing, "shots", {"model": name, "task": task, "shots": shots})
-        self._options = {"mode": mode}
         self._check = check and model.dtype == torch.float32
         self._stock: Latest[Tensor] = Latest()
 
@@ -200,10 +198,10 @@ class HierBench(_Workload):
         if not level.shared:
             return None
         if not level.problems_apart:
-            return self._options
+            return {}
         # No run of more tokens than this is common to two problems; the rows of one are one node all the same.
         longest = max(_common(left, right) for left, right in pairwise(self.prompts[: case.problems]))
-        return self._options | {"min_shared_tokens": longest + 1}
+        return {"min_shared_tokens": longest + 1}
 
     def _batch(self, case: HierCase, level: Level) -> dict[str, Tensor]:
         rows = range(case.problems * case.samples)
@@ -244,7 +242,6 @@ class QuestionsBench(_Workload):
         name: str,
         document_name: str,
         timing: Timing,
-        mode: str = "auto",
     ):
         def ids_of(text: str) -> list[int]:
             ids: list[int] = tokenizer(text, verbose=False).input_ids
@@ -254,7 +251,7 @@ class QuestionsBench(_Workload):
         columns["prefix_tokens"] = len(ids_of(document.prefix))
         prompts = [ids_of(document.prompt(fact)) for fact in document.facts]
         super().__init__(model, prompts, timing, "tokens", columns)
-        self.tokenizer, self.document, self._mode = tokenizer, document, mode
+        self.tokenizer, self.document = tokenizer, document
         self._answers: Latest[Tensor] = Latest()
 
     def case(self, questions: int) -> QuestionsCase:
@@ -268,7 +265,7 @@ class QuestionsBench(_Workload):
 
     def _measured(self, case: QuestionsCase, way: str) -> dict[str, Any]:
         batch = batch_of([self.prompts[number % len(self.prompts)] for number in range(case.questions)], self.model)
-        enable = {"mode": self._mode} if way == "shared" else None
+        enable: dict[str, Any] | None = {} if way == "shared" else None
         found = measure_calls(self.model, batch, enable, self.timing, must_share=case.questions > 1)
         if "tokens" not in found or self.model.dtype != torch.float32:
             return found

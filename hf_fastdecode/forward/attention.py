@@ -1,33 +1,30 @@
 """Attention of the packed row of a tree's distinct tokens: each token attends to its own path, with gradients.
 
 Attention is a merge of partials over disjoint keys (`attention.kv`): those of a token's own node, and those of each of
-its ancestors. A node's descendants attend to it together, in one run of all their queries. Where copying its keys is
-cheaper than to merge partials, and where a window cuts paths anywhere, its keys are copied before those of each node
-below it instead, so that one causal run attends to both.
+its ancestors. On a GPU the prefill kernel computes it, which merges by itself. Otherwise, and for all gradients, the
+descendants of a node attend to it together, in one run of all their queries. Where copying its keys is cheaper than
+one more call, and where a window cuts paths anywhere, its keys are copied before those of each node below it instead,
+so that one causal run attends to both.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Final, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..attention.kv import Partial, Scoring, merge
+from ..attention.overrides import no_autocast
 from ..errors import Unsupported
 from .nodes import Tree
-from .operators import Call, Operator, choose_operator
-
-T = TypeVar("T")
-
-_MOST_COPIES: Final = 2**18
-"""Keys that are copied without a window: 1 GiB of keys and values for 8 KV heads of 128 in half precision."""
+from .operators import Call, Operator, attend_by_kernel, choose_operator
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
@@ -44,31 +41,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
     """
     if scoring.distances is not None:
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
-    paths = _once(tree, "paths", partial(_Paths, tree))
+    if (paths := tree.plans.get("paths")) is None:
+        paths = tree.plans["paths"] = _Paths(tree)
     if scoring.window is not None and paths.longest <= scoring.window:
         scoring = replace(scoring, window=None)
-    window, device = scoring.window, query.device
-    operator = choose_operator(query, value, scoring, key.shape[1])
-    forward, backward = (
-        _once(tree, (window, copies, device), partial(paths.calls, window, copies, device))
-        for copies in operator.copies
-    )
-    plan = _Plan(operator, scoring, forward, backward)
+    plan = _Plan(paths, choose_operator(query, value, scoring), scoring, query.device)
     inputs = query, key, value, scoring.sinks
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs):
         return cast(Tensor, _Attention.apply(plan, *inputs))
     return plan.attend(*inputs).out
 
 
-def _once(tree: Tree, name: Any, make: Callable[[], T]) -> T:
-    """Computed once for a tree."""
-    if name not in tree.plans:
-        tree.plans[name] = make()
-    return cast(T, tree.plans[name])
-
-
 class _Paths:
-    """What the new nodes of a tree attend to. Runs of tokens are ranges.
+    """What the new nodes of a tree attend to, found once for all layers. Runs of tokens are ranges.
 
     Attributes:
         longest: Tokens of the longest path.
@@ -76,6 +61,7 @@ class _Paths:
 
     def __init__(self, tree: Tree):
         self._kept = tree.kept
+        self._found: dict[Hashable, Any] = {}
         self._runs = [range(node.start, node.start + node.length) for node in tree.nodes]
         self._ancestors: list[list[int]] = []  # of each node, from the root down
         for node in tree.nodes:
@@ -88,12 +74,17 @@ class _Paths:
         self.longest = max(sum(len(self._runs[one]) for one in [*self._ancestors[new], new]) for new in self._new)
 
     def calls(self, window: int | None, copies: float, device: torch.device) -> list[Call]:
-        """Calls over disjoint keys, which are together those that tokens see; the first has all queries.
+        """Calls over disjoint keys, which are together those that tokens see; the first has all queries, as a slice.
 
         Args:
             window: Last tokens of its path that a token sees; None if that is all of them.
             copies: Keys that may be copied per query; with a window, all that it shows are.
         """
+        if (name := (window, copies, device)) not in self._found:
+            self._found[name] = self._calls(*name)
+        return cast(list[Call], self._found[name])
+
+    def _calls(self, window: int | None, copies: float, device: torch.device) -> list[Call]:
         copied = set(self._readers) if window is not None else self._worth_copying(copies)
         own = []
         for number in self._new:
@@ -109,13 +100,39 @@ class _Paths:
 
     def _worth_copying(self, copies: float) -> set[int]:
         """Nodes whose keys are to be copied for each node below."""
-        copied, keys = set(), 0
-        for number, readers in sorted(self._readers.items()):
-            more = len(self._runs[number]) * len(readers)
-            if more <= copies * sum(len(self._runs[one]) for one in readers) and keys + more <= _MOST_COPIES:
-                copied.add(number)
-                keys += more
-        return copied
+        runs = self._runs
+        return {
+            number
+            for number, readers in self._readers.items()
+            if len(runs[number]) * len(readers) <= copies * sum(len(runs[one]) for one in readers)
+        }
+
+    def intervals(self, window: int | None, device: torch.device) -> list[Tensor]:
+        """The interval of keys that each query sees of its path's first nodes that lie end to end, of the next ones, …
+
+        Returns:
+            ``[3, queries]`` int32 each: a query, and the first and last key that it sees, for those that see any.
+        """
+        if (name := (window, device)) not in self._found:
+            self._found[name] = [part.to(device) for part in self._intervals(window)]
+        return cast(list[Tensor], self._found[name])
+
+    def _intervals(self, window: int | None) -> list[Tensor]:
+        by_depth: dict[int, list[Tensor]] = defaultdict(list)
+        for number in self._new:
+            runs = _joined(self._runs[one] for one in [*self._ancestors[number], number])
+            queries = self._queries(number)
+            query = torch.arange(queries.start, queries.stop, device="cpu")
+            position = query - queries.stop + sum(map(len, runs))
+            before = 0
+            for depth, run in enumerate(runs):
+                last = (run.start + position - before).clamp_max(run.stop - 1)
+                oldest = torch.zeros_like(last) if window is None else position - before - window + 1
+                first = run.start + oldest.clamp_min(0)
+                by_depth[depth].append(torch.stack([query, first, last])[:, first <= last])
+                before += len(run)
+        parts = [torch.cat(by_depth[depth], 1).int() for depth in sorted(by_depth)]
+        return [part for part in parts if part.numel()]
 
     def _queries(self, number: int) -> range:
         run = self._runs[number]
@@ -173,22 +190,32 @@ def _selection(runs: Sequence[range], device: torch.device) -> slice | Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Attention of one layer.
+    """Attention of one layer."""
 
-    Attributes:
-        forward: Calls of the operator, the first of which has all queries.
-        backward: Likewise of the gradients.
-    """
-
+    paths: _Paths
     operator: Operator
     scoring: Scoring
-    forward: list[Call]
-    backward: list[Call]
+    device: torch.device
+
+    @property
+    def calls(self) -> list[Call]:
+        """The operator's calls."""
+        return self.paths.calls(self.scoring.window, self.operator.copies, self.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
         """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``, contiguous."""
+        intervals = partial(self.paths.intervals, self.scoring.window, self.device)
+        whole = attend_by_kernel(query, key, value, intervals, self.scoring)
+        out, lse = self._merged(query, key, value) if whole is None else whole
+        if sinks is not None:
+            of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+            out = out * torch.exp(of_keys - lse).T.unsqueeze(-1)
+        return Partial(out.to(query.dtype), lse.contiguous())
+
+    def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
+        """The partial of all keys, of those that the operator computes."""
         whole = None
-        for call in self.forward:
+        for call in self.calls:
             inputs = _at(call.queries, query), _at(call.keys, key), _at(call.keys, value)
             part = self.operator.forward(*inputs, call, self.scoring)
             if whole is None:
@@ -201,16 +228,12 @@ class _Plan:
             out[call.queries], lse[call.queries] = merged
             whole = Partial(out, lse.T)
         assert whole is not None
-        out, lse = whole
-        if sinks is not None:
-            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out = out * torch.exp(whole.lse - lse).T.unsqueeze(-1)
-        return Partial(out.to(query.dtype), lse.contiguous())
+        return whole
 
     def gradients(self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Partial) -> list[Tensor]:
         """Gradients of queries, keys and values, in their dtypes, by that of ``whole.out``."""
-        sums = [_Sum(part, len(self.backward)) for part in (query, key, value)]
-        for call in self.backward:
+        sums = [_Sum(part, len(self.calls)) for part in (query, key, value)]
+        for call in self.calls:
             mine = _at(call.queries, grad), _at(call.queries, query)
             of_mine = Partial(_at(call.queries, whole.out), _at(call.queries, whole.lse.T).T.contiguous())
             seen = _at(call.keys, key), _at(call.keys, value)
@@ -257,8 +280,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        with torch.autocast(query.device.type, enabled=False):
-            whole = plan.attend(query, key, value, sinks)
+        whole = plan.attend(query, key, value, sinks)
         ctx.plan = plan
         ctx.save_for_backward(query, key, value, sinks, *whole)
         return whole.out
@@ -269,7 +291,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, *whole = ctx.saved_tensors
         out, lse = whole
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        with torch.autocast(query.device.type, enabled=False):
+        with no_autocast(query.device):
             grads = ctx.plan.gradients(grad, query, key, value, Partial(out, lse))
         of_sinks = None
         if sinks is not None:

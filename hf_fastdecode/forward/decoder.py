@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -15,8 +15,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """The module of a causal text model that computes its hidden states; the model itself if it has no head.
 
     Its `forward` takes tokens (``input_ids`` or ``inputs_embeds``, ``[rows, width]``) and ``attention_mask``, and
-    returns an output with ``last_hidden_state`` ``[rows, width, hidden_size]``. It is the outermost such module:
-    `OPTModel` rather than the `OPTDecoder` in it.
+    returns an output with ``last_hidden_state`` ``[rows, width, hidden_size]``. Where such a module is all of another,
+    it is the inner one, which heads call past the outer: `OPTDecoder` rather than the `OPTModel` around it.
 
     Returns:
         The module; None for a model with an encoder, with inputs other than text, or whose tokens attend to later
@@ -25,44 +25,58 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     config = model.config
     if config.is_encoder_decoder or config.get_text_config() is not config:
         return None
-    modules = (module for module in model.base_model.modules() if isinstance(module, PreTrainedModel))
-    decoder = next((module for module in modules if _returns_hidden_states(module, is_base=module is not model)), None)
-    return decoder if decoder is not None and _takes_text_alone(decoder) and _is_causal(decoder) else None
+    for module in model.base_model.modules():  # which may be in a wrapper, as `torch.compile` makes one
+        if isinstance(module, PreTrainedModel):
+            signature = _signature(type(module).forward)
+            if signature.names:  # else it hands all arguments on, such as `BartDecoderWrapper`
+                decodes = signature.returns_states(unsaid=module is not model) and _takes_text_alone(module)
+                return _innermost(module) if decodes and _is_causal(module, signature) else None
+    return None
 
 
-def _takes_text_alone(decoder: PreTrainedModel) -> bool:
-    given = decoder.input_modalities  # of a model with a head it may be that of the family
-    return {*([given] if isinstance(given, str) else given)} == {"text"}
+def _innermost(decoder: PreTrainedModel) -> PreTrainedModel:
+    """The innermost decoder that has all weights of this one."""
+    weights = len([*decoder.parameters()])
+    inside = [module for module in decoder.modules() if isinstance(module, PreTrainedModel)]
+    whole = [module for module in inside if len([*module.parameters()]) == weights]
+    return [one for one in whole if _signature(type(one).forward).returns_states(unsaid=True)][-1]
 
 
-def _returns_hidden_states(module: PreTrainedModel, *, is_base: bool) -> bool:
-    """Whether the module's class takes tokens and returns hidden states, by its signature.
+class _Signature(NamedTuple):
+    """Names of the arguments of a `forward`, and the classes of outputs that its annotation names."""
 
-    Args:
-        module: The module.
-        is_base: Whether it is inside the model; without annotations it is then taken to return them.
-    """
-    parameters, outputs = _signature(type(module).forward)
-    if "attention_mask" not in parameters or parameters.isdisjoint({"input_ids", "inputs_embeds"}):
-        return False
-    return any("last_hidden_state" in vars(kind)["__dataclass_fields__"] for kind in outputs) if outputs else is_base
+    names: frozenset[str]
+    outputs: list[type[ModelOutput]]
+
+    def returns_states(self, *, unsaid: bool) -> bool:
+        """Whether it takes tokens and returns their hidden states; `unsaid` where no annotation tells what."""
+        if "attention_mask" not in self.names or self.names.isdisjoint({"input_ids", "inputs_embeds"}):
+            return False
+        return any(hasattr(kind, "last_hidden_state") for kind in self.outputs) if self.outputs else unsaid
 
 
 @functools.cache
-def _signature(forward: Callable[..., Any]) -> tuple[frozenset[str], list[type[ModelOutput]]]:
-    """Names of a method's parameters, and the outputs that its annotation names."""
+def _signature(forward: Callable[..., Any]) -> _Signature:
     try:
-        signature = inspect.signature(forward, eval_str=True)
-    except (NameError, TypeError, AttributeError, SyntaxError):  # of names that are imported for types only
-        signature = inspect.signature(forward)
-    kinds = (signature.return_annotation, *get_args(signature.return_annotation))
+        found = inspect.signature(forward, eval_str=True)
+    except (NameError, TypeError, AttributeError, SyntaxError):  # of annotations that are names for type checkers
+        found = inspect.signature(forward)
+    _, *others = found.parameters.values()  # without the instance
+    names = frozenset(one.name for one in others if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+    kinds = (found.return_annotation, *get_args(found.return_annotation))
     outputs = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput)]
-    return frozenset(signature.parameters), outputs
+    return _Signature(names, outputs)
 
 
-def _is_causal(decoder: PreTrainedModel) -> bool:
-    """Whether no token attends to later ones, as attention modules say it, or where they do not, the config."""
-    if not getattr(decoder.config, "is_causal", True):
+def _takes_text_alone(decoder: PreTrainedModel) -> bool:
+    given = decoder.input_modalities  # a model with a head may have its family's
+    return {*([given] if isinstance(given, str) else given)} == {"text"}
+
+
+def _is_causal(decoder: PreTrainedModel, signature: _Signature) -> bool:
+    """Whether no token attends to later ones, as its attention modules say it, or where none does, its class."""
+    config = decoder.config
+    if not getattr(config, "is_causal", True) or "is_decoder" in signature.names:  # each call says it
         return False
     said = [module.is_causal for module in decoder.modules() if hasattr(module, "is_causal")]
-    return any(said) if said else getattr(decoder.config, "is_decoder", True)
+    return any(said) or getattr(config, "is_decoder", not said and "use_cache" in signature.names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from ..attention.kv import Scoring, SharedKV
 from ..attention.overrides import RowLengths, active, lengths_of_pass
 from ..errors import Unsupported
+from ..generation.fused.modules import FusedModules
 from ..generation.structure import Structure
 from ..instance_methods import Change, Switch
 from .attention import attend
@@ -59,10 +60,21 @@ class PackedPass(RowLengths):
     @contextmanager
     def running(self, structure: Structure) -> Iterator[None]:
         """Context of the pass, into which checkpointed layers return when they are computed again for gradients."""
-        with ExitStack() as stack:
-            stack.enter_context(active(structure.configs, self))
-            stack.enter_context(_checkpoints.on(list(_changes(structure.walk.modules, structure.configs))))
+        inside = partial(_inside, configs=structure.configs, fused=structure.fused)
+        changes = [
+            Change(module, _CHECKPOINT, partial(_checkpointed, inside, checkpoint))
+            for module in structure.walk.modules
+            if (checkpoint := vars(module).get(_CHECKPOINT)) is not None and module.training
+        ]
+        with inside(self), _checkpoints.on(changes):
             yield
+
+
+@contextmanager
+def _inside(packed: RowLengths, *, configs: list[PreTrainedConfig], fused: FusedModules | None) -> Iterator[None]:
+    """Context in which layers attend as in the pass, and modules run as kernels."""
+    with active(configs, packed), nullcontext() if fused is None else fused.installed():
+        yield
 
 
 class _PackedKV(SharedKV):
@@ -76,26 +88,19 @@ class _PackedKV(SharedKV):
         return attend(query[0].transpose(0, 1), keys, values, self._tree, scoring)[None]
 
 
-def _changes(modules: Sequence[nn.Module], configs: list[PreTrainedConfig]) -> Iterator[Change]:
-    for module in modules:
-        if (checkpoint := vars(module).get(_CHECKPOINT)) is not None and module.training:
-            yield Change(module, _CHECKPOINT, partial(_checkpointed, configs, checkpoint))
-
-
 def _checkpointed(
-    configs: list[PreTrainedConfig],
+    inside: Callable[[RowLengths], AbstractContextManager[None]],
     checkpoint: Callable[..., Any],
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Checkpoint a function, which enters the pass that it is called in whenever it is computed."""
-    lengths = lengths_of_pass()
-    if lengths is None:  # a stock pass of another thread
+    if (packed := lengths_of_pass()) is None:  # a stock pass of another thread
         return checkpoint(function, *args, **kwargs)
 
     def in_pass(*again: Any, **named: Any) -> Any:
-        with active(configs, lengths):
+        with inside(packed):
             return function(*again, **named)
 
     return checkpoint(in_pass, *args, **kwargs)

@@ -135,9 +135,9 @@ def state_of(model: PreTrainedModel) -> ModelState | None:
 
 
 def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
-    """The modules within a model, with their states, that were enabled with it."""
-    states = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in model.modules() if module is not model]
-    return [(part, state) for part, state in states if state is not None and state.owner is owner]
+    """The modules within a model that were enabled with it, and the state of each."""
+    parts = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in model.modules() if module is not model]
+    return [(part, its_state) for part, its_state in parts if its_state is not None and its_state.owner is owner]
 
 
 def last_forward_of(model: PreTrainedModel) -> ForwardReport | None:

@@ -7,12 +7,11 @@ from itertools import product
 import pytest
 
 from benchmarks import RESULTS, programs_table, summary
-from benchmarks.figures import RedCheckError, plot
+from benchmarks.figures import plot
 from benchmarks.generate import table as generate
 from benchmarks.ops import table as ops
 from benchmarks.ops.cases import OP_SETS
 from benchmarks.ops.table import fixed_parts_table
-from benchmarks.paper_tables import PAPER_TABLES
 from benchmarks.readme import draw_readme_figures
 from hf_fastdecode.files import read_rows, write_rows
 
@@ -79,23 +78,6 @@ def test_parts_are_not_drawn_as_cases(tmp_path, monkeypatch):
         assert len(floor) == len(set(floor))
 
 
-def test_what_the_panels_show(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
-    plot(list(generate_rows()), tmp_path / "g")
-    throughput = drawn[-1]
-    assert [axis.get_title() for axis in throughput.axes] == ["7b-mha; context 2,048", "7b-mha; context 8,192"]
-    lines = {line.get_label(): list(line.get_ydata()) for line in throughput.axes[1].lines}
-    assert lines == {
-        "transformers": [16 * 50.0],
-        "hf_fastdecode, graph": [16 * 125.0, 128 * 125.0],
-        "hf_fastdecode, graph: ceiling, no attention": [16 * 250.0, 128 * 250.0],
-    }
-    assert throughput.axes[0].get_xlabel() == "n, samples"
-    assert throughput.axes[0].get_ylabel() == "tokens a second"
-    assert "H200, bfloat16" in throughput.get_suptitle()
-
-
 def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("benchmarks.figures.save", lambda figure, path: drawn.append(figure) or path)
@@ -118,15 +100,6 @@ def test_what_the_panels_of_operators_show(tmp_path, monkeypatch):
 def test_no_line_no_picture(tmp_path):
     assert plot(list(op_rows("two-level")), tmp_path / "ops") == []
     assert plot([], tmp_path / "ops") == []
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("status", ["wrong: ours errs 3 times PyTorch's error", "failed: x"])
-def test_nothing_is_drawn_on_a_red_check(tmp_path, status):
-    rows = list(op_rows())
-    rows[5] |= {"status": status}
-    with pytest.raises(RedCheckError, match="1 rows are not right"):
-        plot(rows, tmp_path / "ops")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,31 +150,6 @@ def test_table_of_rows_that_finish():
     assert lines[2] == "| 7b-mha | 2,048 | 16 | stock | 1.28 s | 0.96 s | 0.75 |"
     assert "| 7b-mha | 8,192 | 128 | stock |  |  |  |" in lines
     assert generate.finish_table(whole) == ""
-
-
-def test_published_numbers_stand_beside():
-    published = {(2048, 16): 12.6, (8192, 128): 19.5}
-    lines = generate.generate_table(list(generate_rows()), published=published, unit="ms/step").splitlines()
-    assert lines[0].endswith("| published: ms/step |")
-    assert len(lines[1].split("|")) == len(lines[0].split("|"))
-    assert [line.rpartition("% ")[2] for line in lines[2:6]] == ["| 12.6 |", "|  |", "|  |", "| 19.5 |"]
-
-
-def test_the_papers_tables():
-    by_hand = {
-        ("bifurcated-1", 32768, 4): 29.73,
-        ("bifurcated-6", 8192, 1024): 81.14,
-        ("bifurcated-6", 32768, 128): 41.44,
-        ("bifurcated-7", 16384, 256): 33.76,
-        ("hydragen-table1", 16256, 2048): 22.7,
-        ("hydragen-table2", 16128, 1024): 20.9,
-        ("hydragen-table2", 1024, 32): 2.7,
-    }
-    for (name, context, samples), value in by_hand.items():
-        assert PAPER_TABLES[name].published[context, samples] == value
-    for name, table in PAPER_TABLES.items():
-        settings = {(case.context, getattr(case, "samples", 0)) for case in table.cases}
-        assert set(table.published) <= settings, name
 
 
 def test_tables_are_made_from_the_rows():

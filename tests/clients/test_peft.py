@@ -5,11 +5,12 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ARCHITECTURES, VOCABULARY, ragged_prompts, seeded, tiny_model
 
 PROMPTS = ragged_prompts(80, 73, shared=50)
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 9}
@@ -258,3 +259,26 @@ def test_a_kept_cache_is_of_the_adapter_that_made_it(model, change):
     if change == "disable":
         model.base_model.enable_adapter_layers()
         assert torch.equal(before, seeded(lambda: model.generate(**prompt, **SAMPLING, **{CACHE: cache})))
+
+
+def test_adapters_of_a_reward_model():
+    """Enabled before or after PEFT wraps it."""
+    model_type, arguments = ARCHITECTURES["llama-gqa"]
+    prompts, scores = ragged_prompts(20, 17), []
+    for enabled in ("never", "before", "after"):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(model_type, **arguments, vocab_size=VOCABULARY, pad_token_id=0, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config)
+        if enabled == "before":
+            fd.enable(model)
+        wrapper = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)).eval()
+        if enabled == "after":
+            fd.enable(wrapper)
+        assert fd.explain(wrapper).enabled == fd.explain(model).enabled == (enabled != "never")
+        loss = wrapper(**prompts, labels=torch.ones(2)).loss
+        loss.backward()
+        scores.append([loss, *(one.grad for one in wrapper.parameters() if one.requires_grad)])
+        assert not fd.explain(fd.disable(wrapper)).enabled
+    assert len(scores[0]) > 5
+    for others in scores[1:]:
+        assert all(map(torch.equal, others, scores[0]))

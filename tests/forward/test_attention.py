@@ -118,7 +118,7 @@ class Inputs:
         shapes += [(heads,)] if scoring.sinks is not None else []
         self.tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
         self.grad = torch.randn(tokens, heads, value_dim or head_dim, dtype=torch.float64)
-        self.tree, self.scoring = tree, scoring
+        self.tree, self.scoring, self.sizes = tree, scoring, (heads, kv_heads, head_dim, value_dim)
 
     def rounded(self, dtype: torch.dtype) -> Inputs:
         self.tensors = [
@@ -156,28 +156,33 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
 
 
 def stock(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
-    """PyTorch's own attention with a dense mask; of soft caps and sinks, which it has not, that by products."""
-    if scoring.softcap is not None or scoring.sinks is not None:
-        return oracle(query, key, value, tree, scoring)
+    """PyTorch's own attention with a dense mask; it has neither soft caps nor sinks."""
     key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-    seen = visible(tree, scoring.window).to(query.device)
-    bias = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill_(~seen, -torch.inf)[None]
     query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, bias[None], scale=scoring.scale)
-    return out[0].transpose(0, 1)
+    seen = visible(tree, scoring.window).to(query.device)
+    return F.scaled_dot_product_attention(query, key, value, seen, scale=scoring.scale)[0].transpose(0, 1)
 
 
-def check(inputs: Inputs, dtype: torch.dtype, device: str, bound: float) -> None:
+def errors(inputs: Inputs, function: Callable[..., Tensor], dtype: torch.dtype, device: str) -> list[float]:
+    """Relative errors of result and gradients."""
+    inputs = inputs.rounded(dtype)
+    computed, right = inputs.run(function, dtype, device), inputs.run(oracle)
+    return [float((one - other).norm() / other.norm()) for one, other in zip(computed, right)]
+
+
+def check(inputs: Inputs, dtype: torch.dtype, device: str) -> None:
     """Compare the errors of result and gradients with those of PyTorch's own attention."""
-    expected = inputs.rounded(dtype).run(oracle)
-    errors = [
-        [(part - right).norm() / right.norm() for part, right in zip(inputs.run(function, dtype, device), expected)]
-        for function in (attend, stock)
-    ]
-    for name, ours, stocks in zip(("out", "query", "key", "value", "sinks"), *errors):
-        # Few roundings may cancel by chance: then what one costs counts. Sinks, of which there are few, are fp32.
-        rounding = torch.finfo(torch.float32).eps if name == "sinks" else torch.finfo(dtype).eps / 4
-        assert ours <= bound * max(stocks, rounding), f"{name}: {ours:.2e}, stock's {stocks:.2e}"
+    ours = errors(inputs, attend, dtype, device)
+    without = Inputs(inputs.tree, replace(inputs.scoring, softcap=None, sinks=None), *inputs.sizes)
+    stocks = errors(without, stock, dtype, device)
+    stocks.append(stocks[1])  # PyTorch has no sinks: their gradient is made as that of queries is
+    for name, one, other in zip(("out", "query", "key", "value", "sinks"), ours, stocks):
+        bound = 2.0 if dtype == torch.float32 else 1.1
+        if dtype == torch.bfloat16 and device == "cuda" and name != "out":
+            bound = 1.3  # flash attention rounds the gradients of each call's part
+        # Few roundings may cancel by chance: then what one costs counts.
+        rounding = torch.finfo(dtype).eps / 4
+        assert one <= bound * max(other, rounding), f"{name}: {one:.2e}, PyTorch's {other:.2e}"
 
 
 @pytest.fixture(params=DEVICES)
@@ -190,25 +195,23 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Make operators that can attend to copies of keys do so always, or never."""
     if request.param != "as chosen":
         number = torch.inf if request.param == "all copied" else 0.0
-        monkeypatch.setattr(operators.Products, "copies", (number, number))
+        monkeypatch.setattr(operators.Products, "copies", number)
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 64), (4, 4, 80), (8, 1, 16)], ids=["gqa", "mha", "mqa"])
 @pytest.mark.parametrize("name", [*TREES, *KEPT])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0), (torch.bfloat16, 1.1)], ids=["fp32", "bf16"])
-def test_errors_are_those_of_stock(
-    name: str, heads: tuple[int, int, int], dtype: torch.dtype, bound: float, device: str
-) -> None:
-    check(Inputs(all_trees()[name], Scoring(heads[2] ** -0.5), *heads), dtype, device, bound)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_errors_are_those_of_stock(name: str, heads: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
+    check(Inputs(all_trees()[name], Scoring(heads[2] ** -0.5), *heads), dtype, device)
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("scoring", [name for name in SCORINGS if "one token" not in name])  # its gradients are 0
 @pytest.mark.parametrize("name", ["chains", list(KEPT)[1]])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0), (torch.bfloat16, 1.1)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_errors_with_score_options_are_those_of_stock(
-    name: str, scoring: str, dtype: torch.dtype, bound: float, device: str
+    name: str, scoring: str, dtype: torch.dtype, device: str
 ) -> None:
-    check(Inputs(all_trees()[name], SCORINGS[scoring]), dtype, device, bound)
+    check(Inputs(all_trees()[name], SCORINGS[scoring], heads=16, kv_heads=4), dtype, device)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -223,8 +226,36 @@ def test_random_trees_are_those_of_dense_masks(
         torch.testing.assert_close(ours, right)
 
 
+@pytest.mark.parametrize("window", [None, 1, 7, 33])
+@pytest.mark.parametrize("seed", range(6))
+def test_intervals_are_the_keys_that_tokens_see(seed: int, window: int | None) -> None:
+    tree = random_tree(seed)
+    seen = visible(tree, window)
+    counted = torch.zeros(seen.shape, dtype=torch.long)
+    for part in attention._Paths(tree).intervals(window, torch.device("cpu")):
+        assert part.dtype == torch.int32 and len(part[0].unique()) == len(part[0])
+        for query, first, last in part.T.tolist():
+            assert first <= last
+            counted[query, first : last + 1] += 1
+    assert torch.equal(counted, seen.long())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 11])
+def test_flash_attention_where_the_kernel_fails(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(all_trees()["chains"], Scoring(0.3, window=window))
+    by_kernel = inputs.run(attend, torch.bfloat16, "cuda")
+    calls = []
+    monkeypatch.setattr(attention, "attend_by_kernel", lambda *_: calls.append(1))
+    by_flash, expected = inputs.run(attend, torch.bfloat16, "cuda"), inputs.rounded(torch.bfloat16).run(oracle)
+    assert calls
+    for one, other, right in zip(by_flash, by_kernel, expected):
+        assert (one - right).norm() <= 2 * (other - right).norm()
+
+
 def test_values_of_another_width(device: str) -> None:
-    check(Inputs(all_trees()["chains"], Scoring(0.2), head_dim=24, value_dim=16), torch.float32, device, 2.0)
+    check(Inputs(all_trees()["chains"], Scoring(0.2), head_dim=24, value_dim=16), torch.float32, device)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
@@ -305,7 +336,7 @@ def test_layers_share_what_is_computed_of_a_tree(monkeypatch: pytest.MonkeyPatch
 def test_operators(shape: tuple[torch.dtype, int, int], scoring: Scoring, expected: str) -> None:
     dtype, head_dim, value_dim = shape
     query, values = torch.empty(5, 4, head_dim, dtype=dtype), torch.empty(5, 2, value_dim, dtype=dtype)
-    assert type(operators.choose_operator(query, values, scoring, 2)).__name__ == expected
+    assert type(operators.choose_operator(query, values, scoring)).__name__ == expected
 
 
 def test_biases_by_distance_are_refused() -> None:

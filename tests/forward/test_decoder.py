@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedModel, T5Config, T5Model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    DecisionTransformerConfig,
+    DecisionTransformerModel,
+    PreTrainedModel,
+    T5Config,
+    T5Model,
+)
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from hf_fastdecode.forward.decoder import decoder_of
@@ -50,7 +59,8 @@ def test_every_tiny_model_has_one(name):
         ("BloomForCausalLM", "transformer"),
         ("MambaForCausalLM", "backbone"),
         ("OPTForCausalLM", "model"),
-        ("Gemma3ForCausalLM", "model"),
+        ("CwmForCausalLM", "model"),
+        ("Gemma3ForCausalLM", "model"),  # of a family with images
     ],
 )
 def test_names_differ(name, path):
@@ -61,18 +71,40 @@ def test_models_without_a_head_or_with_another():
     config = AutoConfig.for_model(*ARCHITECTURES["llama-gqa"][:1], **ARCHITECTURES["llama-gqa"][1], vocab_size=97)
     reward = AutoModelForSequenceClassification.from_config(config)
     assert decoder_of(reward) is reward.model
-    check(AutoModel.from_config(config).eval())
+    check(decoder_of(AutoModel.from_config(config).eval()))
 
 
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "LlavaForConditionalGeneration", "BarkSemanticModel"])
+def test_a_compiled_decoder_is_found_in_its_wrapper():
+    model = tiny_model()
+    inner = model.model
+    model.model = torch.compile(inner)
+    assert decoder_of(model) is inner
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "T5ForConditionalGeneration",
+        "LlavaForConditionalGeneration",
+        "BarkSemanticModel",  # which has a head itself
+        "BlipTextLMHeadModel",  # whose calls say whether tokens attend to later ones
+        "FlaubertWithLMHeadModel",  # as its config says
+    ],
+)
 def test_models_without_one(name):
-    """With an encoder, with images, or with a head on the module itself."""
     assert decoder_of(tiny_model_of(name)) is None
+
+
+def test_a_decoder_inside_a_model_of_other_inputs():
+    """It predicts actions of states, for which a GPT-2 within is given embeddings."""
+    config = DecisionTransformerConfig(hidden_size=64, n_layer=1, n_head=1)
+    assert decoder_of(DecisionTransformerModel(config)) is None
 
 
 def test_models_whose_tokens_attend_to_later_ones():
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    assert decoder_of(AutoModel.from_config(AutoConfig.for_model("bert", **small))) is None
+    for kind in ("bert", "big_bird", "deberta", "modernbert"):
+        assert decoder_of(AutoModel.from_config(AutoConfig.for_model(kind, **small))) is None
     small |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 97}
     two_ways = AutoConfig.for_model("gemma3_text", **small, use_bidirectional_attention=True)
     assert decoder_of(AutoModel.from_config(two_ways)) is None

@@ -18,6 +18,7 @@ from transformers import (
 import hf_fastdecode as fd
 from hf_fastdecode.generation.model_state import state_of
 
+from ..short_calls import PROMPT, SAMPLING
 from ..tiny_models import ARCHITECTURES, VOCABULARY, tiny_model
 
 KINDS = {
@@ -180,3 +181,15 @@ def test_a_module_that_holds_several_models_is_told_what_to_pass():
     fd.disable(critic)
     vars(critic)["again"] = actor  # not a module of it
     assert fd.explain(critic).model == "LlamaForCausalLM"
+
+
+def test_a_model_and_the_decoder_in_it():
+    """Both enabled, calls of the model share as before; each is disabled by itself."""
+    model = fd.enable(tiny_model())
+    fd.enable(model.model)
+    model.generate(**PROMPT, **SAMPLING)
+    assert fd.explain(model).last_call.path == "shared"
+    fd.disable(model.model)
+    assert fd.explain(model).enabled
+    model.generate(**PROMPT, **SAMPLING)
+    assert fd.explain(model).last_call.path == "shared"

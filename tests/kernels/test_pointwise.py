@@ -1,6 +1,7 @@
 """RMSNorm, rotary embedding and gated activation, against PyTorch's operators with the same roundings."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.pointwise import api, reference
 from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.gradients import differentiable
 
 from .operator_runs import DEVICE, DTYPES, random
 
@@ -127,3 +129,33 @@ def test_refused() -> None:
     heads = random(2, 4, 3, 8, seed=1, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"rotate takes .* \(2, 3, 10\)"):
         api.rotate(heads, heads, heads.new_ones(2, 3, 10), heads.new_ones(2, 3, 10), RotaryForm.WHOLE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("rms_norm", {"eps": 1e-5, "form": NormForm.ROUNDED}),
+        ("rotate", {"form": RotaryForm.WHOLE}),
+        ("gated", {"activation": Activation.SILU}),
+    ],
+)
+def test_gradients_are_those_of_the_reference(name: str, how: dict[str, Any], dtype: torch.dtype) -> None:
+    """Of the inputs that need one; without any, the kernel alone runs."""
+    x = random(2, 4, 3, 64, seed=1, dtype=dtype)
+    angles = random(2, 3, 64, seed=3, dtype=torch.float32)
+    others = {"rms_norm": [random(64, seed=2, dtype=dtype)], "gated": [random(2, 4, 3, 64, seed=2, dtype=dtype)]}
+    others["rotate"] = [random(2, 1, 3, 64, seed=2, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)]
+    kernel, own = (partial(getattr(where, name), **how) for where in (api, reference))
+    grads = []
+    for run in (partial(differentiable, kernel, own), own):
+        inputs = [one.clone().requires_grad_(number < 2) for number, one in enumerate([x, *others[name]])]
+        found = run(*inputs)
+        parts = found if isinstance(found, tuple) else (found,)
+        torch.autograd.backward(parts, [random(*part.shape, seed=9, dtype=dtype) for part in parts])
+        grads.append([one.grad for one in inputs])
+    for ours, theirs in zip(*grads, strict=True):
+        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+    with torch.no_grad():
+        found = differentiable(kernel, own, *inputs)
+    assert not any(part.requires_grad for part in (found if isinstance(found, tuple) else (found,)))

@@ -19,6 +19,7 @@ from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation, gated
+from ...kernels.pointwise.gradients import differentiable
 from ...kernels.row_products.config import refusal
 from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
 
@@ -60,7 +61,7 @@ def form_of(module: nn.Module) -> Activation | None:
 
 def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     plain = is_plain(module) and _activation(module) is own and _may_be_replaced(own)
-    if args or kwargs or not runs_fused(x) or not plain:
+    if args or kwargs or not runs_fused(x, differentiable=True) or not plain:
         return uncompiled_call(module, x, *args, **kwargs)
     down: Any = module.down_proj
     if (hidden := _product(module, activation, x)) is not None:
@@ -69,7 +70,8 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
     if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
         return uncompiled_call(module, x)
     try:
-        hidden = gated(gate, up, activation)
+        kernel, of_gradient = (partial(one, activation=activation) for one in (gated, reference.gated))
+        hidden = differentiable(kernel, of_gradient, gate, up)
     except KernelFailedError:
         return uncompiled_call(module, x)
     return down(hidden)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm, rms_norm
+from ...kernels.pointwise.gradients import differentiable
 from .trial import TRIED_IN, FusedKind, by_kernel, matching, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
@@ -60,7 +62,7 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         or kwargs
         or type(weight) is not nn.Parameter
         or eps is None
-        or not runs_fused(x)
+        or not runs_fused(x, differentiable=True)
         or not (waits or transposed or x.is_contiguous())
         or weight.shape != x.shape[-1:]
         or weight.device != x.device
@@ -71,9 +73,10 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     if sums is not None and waits:
         with sums.taken() as (first, plus):
             return rms_norm(first, weight, eps, form, plus)
+    kernel, own = (partial(norm, eps=eps, form=form) for norm in (rms_norm, reference.rms_norm))
     if transposed:
-        return rms_norm(x.transpose(1, 2), weight, eps, form).transpose(1, 2)
-    return rms_norm(x, weight, eps, form)
+        return differentiable(kernel, own, x.transpose(1, 2), weight).transpose(1, 2)
+    return differentiable(kernel, own, x, weight)
 
 
 def eps_of(module: nn.Module) -> float | None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import RotaryForm, rotate
+from ...kernels.pointwise.gradients import differentiable
 from .trial import (
     TRIED_IN,
     FusedKind,
@@ -68,13 +69,19 @@ def form_of(module: nn.Module) -> Forms | None:
 def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 4 and not kwargs and all(type(one) is Tensor for one in args):
         queries, keys, cos, sin = args
-        if queries.dim() == 4 and cos.dim() == 3 and runs_fused(queries) and keys.dtype == queries.dtype:
+        if (
+            queries.dim() == 4
+            and cos.dim() == 3
+            and runs_fused(queries, differentiable=True)
+            and keys.dtype == queries.dtype
+        ):
             wide = cos.dtype == torch.float32
             found = forms.get((torch.float32 if wide else TRIED_IN, cos.shape[-1] == queries.shape[-1]))
             if found is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
                 form, halves = found
                 try:
-                    return rotate(queries, keys, cos, sin, form, halves=halves)
+                    kernel, own = (partial(one, form=form, halves=halves) for one in (rotate, reference.rotate))
+                    return differentiable(kernel, own, queries, keys, cos, sin)
                 except (ValueError, KernelFailedError):
                     pass
     return function(*args, **kwargs)

@@ -228,11 +228,12 @@ def is_plain(module: nn.Module) -> bool:
     return "forward" not in own or own_method(module, "forward") is None
 
 
-def runs_fused(x: Tensor) -> bool:
+def runs_fused(x: Tensor, *, differentiable: bool = False) -> bool:
+    """Whether kernels run in this thread's pass for such a tensor; for gradients, those that have some."""
     return (
         _on.get()
         and x.dtype in (torch.float16, torch.bfloat16)
         and 0 not in x.shape
-        and not torch.is_grad_enabled()
+        and (differentiable or not torch.is_grad_enabled())
         and type(x) is Tensor
     )

@@ -1,7 +1,8 @@
 """`rms_norm`, `gated_rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have.
 
-They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. They have no backward
-pass. A form says where elements are rounded to the input's dtype, in which implementations of one formula differ.
+They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. Gradients are those of
+the references (`gradients`). A form says where elements are rounded to the input's dtype, in which implementations of
+one formula differ.
 """
 
 from __future__ import annotations

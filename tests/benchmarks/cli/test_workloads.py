@@ -111,10 +111,3 @@ def test_nothing_is_reported_when_tokens_are_wrong(tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "4 rows of " in done.stderr and "are not right: none: wrong: other greedy tokens than stock" in done.stderr
     assert done.stdout == ""
-
-
-def test_a_mode_that_cannot_be_is_told(tmp_path):
-    done = run(HIER, "--mode", "graph", "--level", "two-level", "--no-check", "--out", tmp_path / "rows.csv")
-    assert done.exit_code == 1
-    assert "nothing was measured: two-level: not run: " in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("benchmarks: ")

@@ -61,6 +61,23 @@ def test_same_logits(name: str) -> None:
     assert torch.equal(logits(model), own)
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2", "phi3", "gpt_neox"])
+def test_same_gradients(name: str) -> None:
+    """Error against fp32 at most twice that of the model's own code, of the gradients of all weights together."""
+    model, ids = half(name), torch.arange(1, 13, device=DEVICE).view(2, 6)
+
+    def gradients(one: nn.Module) -> Tensor:
+        one.zero_grad()
+        one(ids, use_cache=False).logits.float().log_softmax(-1)[..., 3].sum().backward()
+        return torch.cat([weight.grad.float().flatten() for weight in one.parameters()])
+
+    own, fused = gradients(model), FusedModules(model)
+    with fused.installed():
+        found = gradients(model)
+    exact = gradients(deepcopy(model).float())
+    assert (found - exact).norm() <= 2 * (own - exact).norm()
+
+
 def test_every_attribute_is_restored() -> None:
     model = half()
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
@@ -100,13 +117,11 @@ def test_norms_of_transposed_heads(launches: Counted) -> None:
     assert found.stride() == norm(x).stride()
 
 
-def test_other_threads_and_dtypes_and_gradients_keep_the_models_code(launches: Counted) -> None:
+def test_other_threads_and_dtypes_keep_the_models_code(launches: Counted) -> None:
     model = half()
     with FusedModules(model).installed(), ThreadPoolExecutor(1) as pool:
         pool.submit(logits, model).result()
-        model(torch.tensor([[5, 6]], device=DEVICE)).logits.float().sum().backward()
         assert launches.count == 0
-        assert model.model.norm.weight.grad is not None
         logits(model)
         assert launches.count == 5
         logits(model.float())
