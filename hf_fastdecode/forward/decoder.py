@@ -15,8 +15,8 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     """The module of a causal text model that computes its hidden states; the model itself if it has no head.
 
     Its `forward` takes tokens (``input_ids`` or ``inputs_embeds``, ``[rows, width]``) and ``attention_mask``, and
-    returns an output with ``last_hidden_state`` ``[rows, width, hidden_size]``. It is the outermost such module:
-    `OPTModel` rather than the `OPTDecoder` in it.
+    returns an output with ``last_hidden_state`` ``[rows, width, hidden_size]``. Where such a module is all of another,
+    it is the inner one, which heads call past the outer: `OPTDecoder` rather than the `OPTModel` around it.
 
     Returns:
         The module; None for a model with an encoder, with inputs other than text, or whose tokens attend to later
@@ -30,8 +30,16 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
             signature = _signature(type(module).forward)
             if signature.names:  # else it hands all arguments on, such as `BartDecoderWrapper`
                 decodes = signature.returns_states(unsaid=module is not model) and _takes_text_alone(module)
-                return module if decodes and _is_causal(module, signature) else None
+                return _innermost(module) if decodes and _is_causal(module, signature) else None
     return None
+
+
+def _innermost(decoder: PreTrainedModel) -> PreTrainedModel:
+    """The innermost decoder that has all weights of this one."""
+    weights = len([*decoder.parameters()])
+    inside = [module for module in decoder.modules() if isinstance(module, PreTrainedModel)]
+    whole = [module for module in inside if len([*module.parameters()]) == weights]
+    return [one for one in whole if _signature(type(one).forward).returns_states(unsaid=True)][-1]
 
 
 class _Signature(NamedTuple):

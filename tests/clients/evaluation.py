@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, pipeline
 
-from hf_fastdecode.assets import DONE, SEPARATOR, Task, few_shot_prompt, fewshot_tasks, task_prompt
+from hf_fastdecode.assets import DONE, SEPARATOR, Task, embedded_tasks, few_shot_prompt, fewshot_tasks, task_prompt
 
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
 
@@ -84,15 +84,8 @@ def _task(
     sampling = SAMPLING if repeats > 1 else {"do_sample": False}
     return {
         "task": "embedded",
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {split: str(folder / f"{split}.jsonl") for split in files},
-            "cache_dir": str(folder / "cache"),
-        },
+        **_local_data(folder),
         "output_type": "generate_until",
-        "test_split": "test",
-        "fewshot_split": "train",
-        "fewshot_config": {"sampler": "first_n"},
         "num_fewshot": shots,
         "doc_to_text": "{{prompt}}",
         "doc_to_target": "{{answer}}",
@@ -102,6 +95,88 @@ def _task(
         "generation_kwargs": {"until": list(until), "max_gen_toks": new_tokens, **sampling},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     }
+
+
+def _local_data(folder: Path) -> dict[str, Any]:
+    """Where lm-eval finds problems and examples in the folder's files."""
+    return {
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {split: str(folder / f"{split}.jsonl") for split in ("test", "train")},
+            "cache_dir": str(folder / "cache"),
+        },
+        "test_split": "test",
+        "fewshot_split": "train",
+        "fewshot_config": {"sampler": "first_n"},
+    }
+
+
+def lm_eval_scores(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    problems: int,
+    shots: int,
+    batch_size: int,
+    rolling: bool = False,
+) -> tuple[dict[str, float], list[Any]]:
+    """Metrics of ``lm_eval.simple_evaluate`` on a task of log-likelihoods read from local JSON, and those of samples.
+
+    Args:
+        model: Given to `HFLM`.
+        tokenizer: Likewise.
+        folder: Where the task's JSON lies.
+        problems: How many; each has four solutions to choose from.
+        shots: Solved examples in front of each.
+        batch_size: As lm-eval takes it.
+        rolling: Whether all of a text is scored, prompt and solution, in place of a choice.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    for split, tasks in {"test": embedded_tasks()[:problems], "train": fewshot_tasks()}.items():
+        text = "".join(json.dumps(document) + "\n" for document in _with_choices(tasks))
+        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    task = {
+        "task": "scored",
+        **_local_data(folder),
+        "doc_to_text": "{{prompt}}",
+        "target_delimiter": "",
+        "fewshot_delimiter": SEPARATOR,
+    }
+    if rolling:
+        names = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
+        task |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+        task |= {"metric_list": [{"metric": name} for name in names]}
+    else:
+        task |= {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
+        task |= {"num_fewshot": shots, "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "brier_score")]}
+    evaluated = simple_evaluate(
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+        tasks=[task],
+        task_manager=TaskManager(include_defaults=False),
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    scores = {name: value for name, value in evaluated["results"]["scored"].items() if isinstance(value, float)}
+    samples = sorted(evaluated["samples"]["scored"], key=lambda sample: sample["doc_id"])
+    return scores, [sample["filtered_resps"] for sample in samples]
+
+
+def _with_choices(tasks: list[Task]) -> list[dict[str, Any]]:
+    """Problems with their solutions: what the first test expects, among what the others and the next problem's do."""
+    documents = []
+    for task, following in zip(tasks, tasks[1:] + tasks[:1], strict=True):
+        tests = [*task["test_list"], following["test_list"][0]]
+        (asked, right), *others = (test.rsplit(" == ", 1) for test in tests)
+        choices = sorted({right, *(value for _, value in others)})
+        prompt = f"{task_prompt(task['text'], task['test_list'][1:])}{task['code']}\n{asked} == "
+        documents.append(
+            {"prompt": prompt, "choices": choices, "right": choices.index(right), "text": f"{prompt}{right}"}
+        )
+    return documents
 
 
 def _document(task: Task) -> dict[str, str]:

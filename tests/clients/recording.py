@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
+from hf_fastdecode.forward import seam
+from hf_fastdecode.generation.report import ForwardReport
 from hf_fastdecode.measurement.calls import begin_peak, idle_time, peak_over
 
 CONTINUOUS_BATCHING = "continuous batching"
@@ -101,6 +104,19 @@ def _measured(
     held, began = begin_peak(model.device), idle_time(model.device)
     output = call(*args, **kwargs)
     return output, idle_time(model.device) - began, peak_over(model.device, held)
+
+
+@contextmanager
+def recorded_passes() -> Iterator[list[ForwardReport]]:
+    """Record the forward passes without a cache of all enabled models for a block."""
+    passes: list[ForwardReport] = []
+
+    def report() -> ForwardReport:
+        passes.append(ForwardReport())
+        return passes[-1]
+
+    with mock.patch.object(seam, "ForwardReport", report):
+        yield passes
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def _seen_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Se
         folders[name] = tmp_path_factory.mktemp(name)
         AutoModelForCausalLM.from_config(config).save_pretrained(folders[name])
     files = [*(f"test_tensor_parallel_{part}" for part in ("calls", "layouts", "loops")), "test_loop_passes"]
-    files.append("test_gathered_parameters")
+    files += ["test_gathered_parameters", "test_shared_forward"]
     return run_scenarios(files + SEQUENCE_PARALLEL, folders, tmp_path_factory.mktemp("seen"))
 
 

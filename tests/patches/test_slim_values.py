@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
 from shutil import which
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import slim_values
 from hf_fastdecode.patches.layers.slim_attention import KeyProjection
+from hf_fastdecode.patches.layers.slim_tokens import CachedTokens, SlimTokens
 from hf_fastdecode.patches.layers.slim_values import (
     Product,
     SlimValues,
@@ -26,7 +30,7 @@ from hf_fastdecode.patches.layers.slim_values import (
 )
 
 from ..tiny_models import ragged_prompts
-from .encoder_decoder_models import encoder_decoder
+from .encoder_decoder_models import encoder_decoder, encoder_decoder_pair
 from .family_models import family_model
 from .slim_models import TEXT, pair, relative
 
@@ -192,6 +196,46 @@ def test_compiled_projections_keep_their_accumulators(device: str) -> None:
     found = torch.compile(projection.forward, backend="aot_eager" if device == "cpu" else "inductor")(x)
     assert found.dtype == torch.float32
     assert relative(found, x.double() @ projection.weight.double().mT) < 8 * torch.finfo(torch.float32).eps
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators, each of which is a kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_sums_begin_with_the_first_product() -> None:
+    values, keys = random_values(), torch.randn(3, 48)
+    assert values.directions is not None
+    with Operators() as seen:
+        values.from_keys(keys)
+    assert seen.counts["aten.mm"] == 1
+    assert seen.counts["aten.add"] == 0
+    with Operators() as seen:
+        sum_of_products([values.from_keys.product(keys), values.directions.product(keys[:, :4])], values.constant)
+    assert seen.counts["aten.mm"] == seen.counts["aten.add"] == 2
+
+
+def test_keys_without_rope_are_scored_as_they_are_cached() -> None:
+    """Not by way of fp32, from which ordinary nodes would be rounded again."""
+    layers = [one for one in encoder_decoder_pair("t5", "k")[1].modules() if isinstance(one, SlimTokens)]
+    for layer in layers:
+        cached = torch.randn(1, 1, 7, layer.heads * layer.head_dim).bfloat16()
+        tokens = CachedTokens(cached, cached[..., :0], None)
+        with Operators() as seen:
+            scored = layer.scored_keys(tokens)
+        assert seen.counts["aten._to_copy"] == 0
+        expected = cached.float()[:, 0].unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+        query = torch.randn(1, layer.heads, 3, layer.head_dim)
+        assert torch.equal(layer.score_operands(query, tokens)[1], expected)
+        assert torch.equal(scored.float(), expected)
+    assert layers
 
 
 @pytest.mark.gpu

@@ -81,11 +81,11 @@ class SharedFeatures:
     """The features of a call's images, of one pass and the pass before.
 
     Args:
-        counts: Number of the call's images, videos or sounds, by kind, where it is known.
+        counts: Counts the call's images, videos or sounds, by kind, where it is known; asked where a lone one fails.
     """
 
-    def __init__(self, model: PreTrainedModel, counts: Mapping[str, int] | None = None):
-        self._counts = counts or {}
+    def __init__(self, model: PreTrainedModel, counts: Callable[[], Mapping[str, int]] = dict):
+        self._counts = counts
         owners = [
             (next((one for one in (model.base_model, model) if hasattr(type(one), name)), None), name)
             for name in _KIND
@@ -138,7 +138,7 @@ class SharedFeatures:
 
     def _is_lone(self, name: str, images: Sequence[_Image]) -> bool:
         """Whether a single image is left of several that the call was given, of which stock encodes all."""
-        return len(images) == 1 and self._counts.get(_KIND[name], 0) > 1
+        return len(images) == 1 and self._counts().get(_KIND[name], 0) > 1
 
 
 _of_pass: ContextVar[SharedFeatures | None] = ContextVar("hf_fastdecode_features", default=None)

@@ -159,7 +159,6 @@ class InputRows:
         """Tokens of a row of the call after the last one that stands for an image; all, padding included, without."""
         return self._text_after[row // self.copies]
 
-    @property
     def counts_in_stock(self) -> dict[str, int]:
         """How many images of each kind stock makes features of at once, where they are known."""
         copies = {kind: self.copies if kind == "audio" else self._copies_of_features for kind in KINDS}

@@ -243,9 +243,9 @@ def _runs(
     prompts = whole_prompts(plan, rows, scans=scans)
     if scans and images is None:
         max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    mask = rows.attention_mask
-    gaps = mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
-    divides = scans and continuation.continues and images is None and not gaps
+    mask, divides = rows.attention_mask, scans and continuation.continues and images is None
+    if divides and mask is not None:  # which waits for the device
+        divides = not bool((mask[:, 1:] < mask[:, :-1]).any())
     runs = passes(prompts, width, max_tokens, divides=divides, capacity=capacity)
     if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())

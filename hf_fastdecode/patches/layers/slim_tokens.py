@@ -152,18 +152,16 @@ class SlimTokens(nn.Module):
         return query if tables is None else rotate(query, tables, interleaved=self.interleaved)
 
     def scored_keys(self, tokens: CachedTokens) -> Tensor:
-        """Keys, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32."""
+        """Keys, normalised and rotated: ``[rows, heads, tokens, head_dim]`` in fp32, or as cached without RoPE."""
         keys, _, tables, rotated = tokens
         if self.caches_inputs:  # without their bias, as queries over inputs
-            projected = getattr(self, self.projections[1])(keys[:, 0], with_bias=False)
-            return self._heads(projected.to(wide(projected.dtype)))
-        exact = keys[:, 0].to(wide(keys.dtype))
+            return self._heads(getattr(self, self.projections[1])(keys[:, 0], with_bias=False))
         if tables is None:  # the key offset may be left out: it adds one number to all scores of a query
-            return exact.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            return keys[:, 0].unflatten(-1, (self.heads, -1)).transpose(1, 2)
         if rotated is not None:
             offset = self._heads(self.slim.key_offset[None, None])
             return rotated + rotate(offset, tables, interleaved=self.interleaved)
-        exact = exact + self.slim.key_offset
+        exact = keys[:, 0].to(wide(keys.dtype)) + self.slim.key_offset
         if (norm := self._modules.get(self.norms[1])) is not None:
             exact = self.norm(norm, exact)
         return rotate(self._heads(exact), tables, interleaved=self.interleaved)
@@ -177,7 +175,7 @@ class SlimTokens(nn.Module):
         few = query.shape[2] < min(query.shape[-1], tokens.keys.shape[-1])
         if self.caches_inputs and few and not dropout:
             return getattr(self, self.projections[1])(query, self.heads, to_inputs=True), tokens.keys.to(query.dtype)
-        return query, self.scored_keys(tokens)
+        return query, self.scored_keys(tokens).to(query.dtype)
 
     def attend_to(
         self, query: Tensor, cached: Segment, tables: Tables | None, mask: Tensor | None, **options: Any

@@ -6,6 +6,8 @@ Products with stored matrices run on tensor cores, which take fp16: fp32 factors
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -57,14 +59,14 @@ def sum_of_products(
             if heads is None:
                 return out.view(*first.shape[:-1], out.shape[1])
             return out.view(first.shape[0], first.shape[2], heads, out.shape[1] // heads).transpose(1, 2)
-        dtype = wide(first.dtype)
-        total: Any = 0
+        dtype, terms = wide(first.dtype), list[Tensor]()
         for factor, matrix, scale in products:
             scaled, wider = matrix.to(dtype) * scale.to(dtype), factor.to(dtype)
             if heads is None:
-                total = total + wider @ scaled
+                terms.append(wider @ scaled)
             else:
-                total = total + torch.einsum("bhqe,ehd->bhqd", wider, scaled.unflatten(1, (heads, -1)))
+                terms.append(torch.einsum("bhqe,ehd->bhqd", wider, scaled.unflatten(1, (heads, -1))))
+        total = reduce(add, terms)  # sum() would add 0 to the first, by a kernel
         if constant is None:
             return total
         return total + (constant if heads is None else constant.unflatten(0, (heads, 1, -1)))
@@ -96,8 +98,7 @@ def _products(
     products = [Product(*given) for given in zip(factors, matrices, scales, strict=True)]
     if (found := _by_kernel(products, constant, in_range)) is not None:
         return found
-    total = sum(by_halves(product, in_range=in_range) for product in products)
-    assert isinstance(total, Tensor)
+    total = reduce(add, (by_halves(product, in_range=in_range) for product in products))
     return total if constant is None else total + constant
 
 

@@ -1,0 +1,143 @@
+"""One forward and backward pass, as named tensors, and the bound that those of a shared pass keep.
+
+The bound comes from stock's own rounding: the same pass in float64 throughout is taken as exact, and a shared pass may
+be at most twice as far from it as stock's in float32, by the norm of each tensor. A few units in the last place are
+added, since stock's rounding may vanish by chance: of the tensor's own norm, and, for gradients, of the norm of all
+gradients together, because some are zero in exact arithmetic (that of a key's bias) and hold only what others round.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+import hf_fastdecode as fd
+
+from .batches import Batch
+
+_TIMES_STOCK = 2.0
+_UNITS = 4 * torch.finfo(torch.float32).eps
+Outcome = Mapping[str, Tensor]
+PADDING = "padding"
+"""Name of what a pass gives for padding, which is not compared: stock's is arbitrary, a shared pass gives zeros."""
+
+
+SHARES = "share_forward" in inspect.signature(fd.enable).parameters
+"""False where stock is compared with itself."""
+
+
+@contextmanager
+def sharing(model: PreTrainedModel, **options: Any) -> Iterator[PreTrainedModel]:
+    """Within, passes share whatever they can."""
+    if not SHARES:
+        yield model
+        return
+    with fd.enabled(model, **{"min_saved_tokens": 1, "min_shared_tokens": 1} | options):
+        yield model
+
+
+def report_of(model: nn.Module) -> Any:
+    """What the last forward pass did."""
+    return getattr(fd.explain(model), "last_forward", None)
+
+
+class InDoubles(TorchFunctionMode):
+    """Within, what transformers computes in float32 whatever the model's dtype is computed in float64."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.float:
+            function = Tensor.double
+        wide = {torch.float32: torch.float64}
+        args = tuple(wide.get(one, one) if isinstance(one, torch.dtype) else one for one in args)
+        kwargs = {name: wide.get(one, one) if isinstance(one, torch.dtype) else one for name, one in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+
+def exact(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome]) -> Outcome:
+    """What `run` gives for the model in float64."""
+    return exact_of(in_doubles(copy.deepcopy(model)), run)
+
+
+def in_doubles(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself in float64, for which PyTorch has no grouped products of experts."""
+    model.set_experts_implementation("eager")
+    return model.double()
+
+
+def exact_of(doubles: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome]) -> Outcome:
+    """The same of a model that is in float64 already."""
+    with InDoubles():
+        return run(doubles)
+
+
+def outcome(model: PreTrainedModel, batch: Batch) -> dict[str, Tensor]:
+    """Logits, loss and hidden states of real tokens, and gradients; and what the pass gives for padding."""
+    arguments = batch.arguments(model.get_input_embeddings())
+    with nullcontext() if batch.gradient else torch.no_grad():
+        output = model(**arguments)
+        real = batch.real[:, batch.kept]
+        found = {"logits": output.logits[real]}
+        if batch.labels:
+            found["loss"] = output.loss
+        if batch.hidden:
+            found |= {f"hidden {index}": states[batch.real] for index, states in enumerate(output.hidden_states)}
+        # Zero times a logit is a number where the logit is: heads may add a bias.
+        padding = [0 * output.logits[~real], *(states[~batch.real] for states in output.hidden_states or ())]
+        found[PADDING] = torch.cat([one.detach().flatten() for one in padding])
+    if not batch.gradient:
+        return found
+    return {name: value.detach() for name, value in found.items()} | gradients(model, projection(found))
+
+
+def projection(found: Outcome) -> Tensor:
+    """A number whose gradient reaches every entry, each by another weight, the same in both dtypes."""
+    generator = torch.Generator().manual_seed(0)
+    total: Any = 0
+    for name, value in found.items():
+        if value.requires_grad:
+            weights = torch.randn(value.shape, generator=generator) / max(value.numel(), 1) ** 0.5
+            total = total + (value if name == "loss" else (value * weights.to(value.dtype)).sum())
+    return total
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Gradients of all parameters that have one."""
+    model.zero_grad()
+    loss.backward()
+    found = {f"gradient of {name}": one.grad for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def faults(ours: Outcome, stock: Outcome, oracle: Outcome) -> list[str]:
+    """What is farther from the oracle than the bound, each with its error and the bound; and what only one has."""
+    ours, stock = ({name: value for name, value in one.items() if name != PADDING} for one in (ours, stock))
+    found = [f"{name}: in one of both only" for name in sorted(ours.keys() ^ stock.keys())]
+    gradient = sum(float(value.norm()) ** 2 for name, value in oracle.items() if name.startswith("gradient")) ** 0.5
+    for name in ours.keys() & stock.keys():
+        if ours[name].shape != stock[name].shape:
+            found.append(f"{name}: {[*ours[name].shape]}, not {[*stock[name].shape]}")
+            continue
+        error, allowed = (float((value.double() - oracle[name]).norm()) for value in (ours[name], stock[name]))
+        size = float(oracle[name].norm()) + (gradient if name.startswith("gradient") else 0)
+        bound = _TIMES_STOCK * allowed + _UNITS * size
+        if not error <= bound:
+            found.append(f"{name}: error {error:.2e}, at most {bound:.2e} of {size:.2e}")
+    return sorted(found)
+
+
+def compared(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome], **options: Any) -> tuple[list[str], Any]:
+    """Faults of a shared pass beside stock's, and its report."""
+    stock, oracle = run(model), exact(model, run)
+    with sharing(model, **options):
+        ours = run(model)
+        report = report_of(model)
+    return faults(ours, stock, oracle), report

@@ -1,0 +1,82 @@
+"""Random batches: logits, losses, hidden states and gradients of shared passes beside stock's."""
+
+import copy
+from functools import cache, partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from ..cases import exhaustive_but
+from ..tiny_models import tiny_model
+from .batches import Batch, batches
+from .comparison import PADDING, SHARES, exact_of, faults, in_doubles, outcome, report_of, sharing
+
+_SMALL = {"hidden_size": 32}
+_WINDOW = {**_SMALL, "sliding_window": 9}  # which ends inside the rows
+_EMBEDDED = {"n_embd": 32}
+FAMILIES = {
+    "llama-gqa": _SMALL,
+    "qwen3": _SMALL,
+    "phi3-window": _WINDOW,
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "gpt2": _EMBEDDED,
+    "opt": {**_SMALL, "word_embed_proj_dim": 32},  # counts positions from the mask
+    "gpt_neox": _SMALL,
+    "gpt_oss": _WINDOW,
+    "mixtral-window": _WINDOW,
+    "qwen2-window": _WINDOW,
+    "qwen2_moe": _SMALL,
+    "gpt_bigcode": _EMBEDDED,
+    "cohere2": _WINDOW,
+    "olmo3": _WINDOW,
+    "mimo_v2_flash": _WINDOW,
+    "gemma4_text": _WINDOW,
+}
+QUICK = ["llama-gqa", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_oss", "mixtral-window", "phi3-window"]
+EXAMPLES, ALL_EXAMPLES = 15, 250
+
+
+@cache
+def models_of(name):
+    """A model, and the same in float64."""
+    model = tiny_model(name, **FAMILIES[name])
+    return model, in_doubles(copy.deepcopy(model))
+
+
+def check(name, batch):
+    """Compare one batch with stock, and the report with the batch."""
+    model, doubles = models_of(name)
+    run = partial(outcome, batch=batch)
+    stock, oracle = run(model), exact_of(doubles, run)
+    with sharing(model):
+        ours, report = run(model), report_of(model)
+    assert not faults(ours, stock, oracle), report
+    if not SHARES:
+        return
+    tokens, distinct = sum(map(len, batch.rows)), batch.distinct(from_mask=name == "opt")
+    shares = len(batch.rows) > 1 and distinct < tokens
+    assert report.path == ("shared" if shares else "stock"), report
+    if shares:
+        assert not ours[PADDING].any()
+        assert (report.rows, report.tokens, report.computed) == (len(batch.rows), tokens, distinct), report
+
+
+def random_batches(name, examples):
+    @settings(max_examples=examples, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(batches(embeds=name != "gemma4_text"))  # it looks ids up in each layer
+    def run(batch):
+        check(name, batch)
+
+    run()
+
+
+@pytest.mark.parametrize("name", exhaustive_but(QUICK, FAMILIES))
+def test_random_batches(name):
+    random_batches(name, EXAMPLES)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_random_batches(name):
+    random_batches(name, ALL_EXAMPLES)
