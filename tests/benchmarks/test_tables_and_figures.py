@@ -160,7 +160,9 @@ def test_table_of_grpo_steps():
     _, _, first, second, _, note = programs_table.grpo_steps_table([stock, ours]).splitlines()
     assert first == "| stock | 36.00 s | 24.50 s | 2.50 s | 9.00 s | 32 GiB |  |"
     assert second.startswith("| `fd.enable(model)` | 3.50 s | ")
-    assert note.startswith("TRL GRPO step (TRL 1), x in bf16: 64 completions of 256 tokens, prompts of up to 1182; H, ")
+    assert note.startswith(
+        "TRL GRPO step (TRL 1), x in bf16: 64 completions of 256 tokens, prompts of up to 1182; H, "
+    )
 
 
 def test_tables_are_made_from_the_rows():
