@@ -69,15 +69,13 @@ FORWARD_SETS: dict[str, list[ForwardCase]] = {
 """By name: a model with random weights each; of gpt-oss-20b, half the layers are trained. ``tiny`` is for a CPU."""
 
 
-_BOTH = ("stock", "enabled")
-
-
 def forward_table(rows: Sequence[Measurement], *, brief: bool = False) -> str:
     """A line for each case, stock → enabled, and seconds of other ways; if `brief`, seconds alone."""
-    peers = [] if brief else [way for way in dict.fromkeys(row["way"] for row in rows) if way not in _BOTH]
+    compared = "stock", "enabled"
+    peers = [] if brief else [way for way in dict.fromkeys(row["way"] for row in rows) if way not in compared]
     lines = []
     for ways in by(rows, "case", "checkpointing", "layers"):
-        both = [ways[way] for way in _BOTH if way in ways]
+        both = [ways[way] for way in compared if way in ways]
         first, gains = next(iter(ways.values())), len(both) == 2 and {row["status"] for row in both} == {"ok"}
         kept = ", no checkpointing" if first["work"] == "training" and first["checkpointing"] == "False" else ""
         line = {

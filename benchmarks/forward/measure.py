@@ -218,11 +218,12 @@ def _what_ran(model: PreTrainedModel, rows: Rows, way: str) -> dict[str, Any]:
     if way != "enabled":
         return {}
     report = fd.explain(model).last_forward
-    shared = report.path == "shared"
-    ran = report.path if shared else f"{report.path}: {report.reason}"
-    if not shared and len(rows.ids) > rows.prompts:
+    if report is not None and report.path == "shared":
+        return {"ran": "shared", "computed": report.computed}
+    ran = f"stock: {report.reason if report is not None else 'without a report'}"
+    if len(rows.ids) > rows.prompts:
         raise NotAvailableError(f"it ran {ran}")
-    return {"ran": ran, "computed": report.computed if shared else rows.ids.numel()}
+    return {"ran": ran, "computed": rows.ids.numel()}
 
 
 def error_ratio(ours: Tensor, stock: Tensor, exact: Tensor) -> float:

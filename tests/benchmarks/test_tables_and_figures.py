@@ -152,6 +152,19 @@ def test_table_of_rows_that_finish():
     assert generate.finish_table(whole) == ""
 
 
+def test_table_of_grpo_steps():
+    stock = {"program": "TRL GRPO step", "trl": "1", "model": "x", "rows": "64", "new_tokens": "256", "device": "H"}
+    stock |= {"prompt_tokens": "1182", "torch": "1", "transformers": "2", "way": "stock", "ran": ""}
+    stock |= {"step_s": "36", "rollout_s": "24.5", "logprobs_s": "2.5", "update_s": "9", "peak_bytes": str(2**35)}
+    ours = stock | {"way": "enabled", "step_s": "3.5", "ran": "21,000 of 92,000 tokens computed"}
+    _, _, first, second, _, note = programs_table.grpo_steps_table([stock, ours]).splitlines()
+    assert first == "| stock | 36.00 s | 24.50 s | 2.50 s | 9.00 s | 32 GiB |  |"
+    assert second.startswith("| `fd.enable(model)` | 3.50 s | ")
+    assert note.startswith(
+        "TRL GRPO step (TRL 1), x in bf16: 64 completions of 256 tokens, prompts of up to 1182; H, "
+    )
+
+
 def test_tables_are_made_from_the_rows():
     texts = [page.read_text() for page in summary.PAGES]
     for text in texts:
