@@ -91,7 +91,7 @@ def _shared(
     batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
-    check_settings(decoder, given, trie.longest)
+    check_settings(decoder, structure, given, trie.longest)
     _check_gain(options, trie, reuses=bool(most))
     makes_cache = _makes_cache(decoder, given)
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._compat import backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
+from ..generation.foreign_code import name_of, role_of
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+
+_POSITIONS_OF_IDS: Final = "create_position_ids_from_input_ids"
+"""Method of embeddings, such as RoBERTa's, that count ids other than that of padding, from that on."""
 
 
 def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
@@ -35,8 +41,8 @@ def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> boo
     return rotary and tables <= {decoder.get_input_embeddings()}
 
 
-def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int) -> None:
-    """Raise `Unsupported` if a pass asks for what a packed row does not compute."""
+def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], longest: int) -> None:
+    """Raise `Unsupported` if a pass asks for what a packed row does not compute, or hooks see its gradients."""
     for output in ("output_attentions", "output_router_logits"):
         asked = given.get(output)
         if asked or (asked is None and getattr(decoder.config, output, False)):
@@ -44,3 +50,8 @@ def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int
     limit = rope_limit(decoder.config.get_text_config(decoder=True))
     if limit is not None and longest > limit:
         raise Unsupported(f"its position embedding changes beyond {limit} tokens, and a row has {longest}")
+    if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
+        raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")
+    hooks = backward_hooks(structure.walk.modules) if torch.is_grad_enabled() else ()
+    if (hook := next((hook for hook in hooks if role_of(hook) is None), None)) is not None:
+        raise Unsupported(f"a backward hook, {name_of(hook)}, would see gradients of tokens packed into one row")
