@@ -151,13 +151,10 @@ def global_forward_hooks() -> Iterator[Callable[..., Any]]:
     yield from torch_module._global_forward_pre_hooks.values()
 
 
-def backward_hooks(modules: Iterable[nn.Module]) -> Iterator[Callable[..., Any]]:
-    """Hooks that see gradients of modules; replace it if torch lists what ``register_full_backward_hook`` registered."""
-    for found in (torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks):
-        yield from found.values()
-    for module in modules:
-        yield from module._backward_hooks.values()
-        yield from module._backward_pre_hooks.values()
+def global_backward_hooks() -> Iterator[Callable[..., Any]]:
+    """The same of gradients; replace it if torch lists what ``register_module_full_backward_hook`` registered."""
+    yield from torch_module._global_backward_hooks.values()
+    yield from torch_module._global_backward_pre_hooks.values()
 
 
 def tensor_version(tensor: Tensor) -> int:

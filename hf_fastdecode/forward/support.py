@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .._compat import backward_hooks
+from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
 from ..generation.foreign_code import name_of, role_of
+from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+
+_WHY: Final = "which would see distinct tokens packed into one row"
 
 _POSITIONS_OF_IDS: Final = "create_position_ids_from_input_ids"
 """Method of embeddings, such as RoBERTa's, that count ids other than that of padding, from that on."""
@@ -41,8 +43,19 @@ def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> boo
     return rotary and tables <= {decoder.get_input_embeddings()}
 
 
+def check_backward_hooks(walk: ModelWalk) -> None:
+    """Raise `Unsupported` if third-party backward hooks would see the gradients of a packed row."""
+    for hook in global_backward_hooks():
+        if role_of(hook) is None:
+            raise Unsupported(f"all modules have a backward hook, {name_of(hook)}, {_WHY}")
+    for module in walk.modules:
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            if role_of(hook) is None:
+                raise Unsupported(f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}")
+
+
 def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], longest: int) -> None:
-    """Raise `Unsupported` if a pass asks for what a packed row does not compute, or hooks see its gradients."""
+    """Raise `Unsupported` if a pass asks for what a packed row does not compute."""
     for output in ("output_attentions", "output_router_logits"):
         asked = given.get(output)
         if asked or (asked is None and getattr(decoder.config, output, False)):
@@ -52,6 +65,3 @@ def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[s
         raise Unsupported(f"its position embedding changes beyond {limit} tokens, and a row has {longest}")
     if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
         raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")
-    hooks = backward_hooks(structure.walk.modules) if torch.is_grad_enabled() else ()
-    if (hook := next((hook for hook in hooks if role_of(hook) is None), None)) is not None:
-        raise Unsupported(f"a backward hook, {name_of(hook)}, would see gradients of tokens packed into one row")

@@ -179,6 +179,10 @@ def hook_of_all(model):
     return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
 
 
+def gradient_hook_of_all(model):
+    return nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+
+
 def noise_hook(model):
     """As transformers' NEFTune adds it."""
     from transformers.integrations.neftune import activate_neftune
@@ -188,7 +192,7 @@ def noise_hook(model):
 
 @pytest.mark.parametrize(
     "hook",
-    [layer_hook, early_hook, gradient_hook, early_gradient_hook, hook_of_all, noise_hook],
+    [layer_hook, early_hook, gradient_hook, early_gradient_hook, hook_of_all, gradient_hook_of_all, noise_hook],
     ids=lambda one: one.__name__,
 )
 def test_foreign_hooks(hook):
