@@ -54,6 +54,12 @@ def test_readme_names_the_version():
     assert f"Version {fd.__version__}," in README
 
 
+def test_the_example_of_scoring_runs():
+    report = fd.explain(run_examples("docs/scoring.md")["model"]).last_forward
+    assert report.path == "shared"
+    assert report.computed < report.tokens / 3
+
+
 def test_the_example_of_a_kept_cache_runs():
     names = run_examples("docs/kept-caches.md")
     assert names["out"].shape[0] == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -34,13 +34,20 @@ class Batch:
         inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
         are_ids: Which of them.
         rows: The real tokens of each row.
+        counts_padding: Whether positions count padding at the left, of which rows have different numbers.
         planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
     """
 
     inputs: Tensor
     are_ids: bool
     rows: list[Row]
+    counts_padding: bool
     planes: int
+
+    @property
+    def without_offsets(self) -> Batch:
+        """The batch with positions that count from each row's first token."""
+        return replace(self, rows=[row._replace(position=0) for row in self.rows])
 
     @property
     def width(self) -> int:
@@ -84,6 +91,23 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
     for name, value in given.items():
         if name not in _READ | WITHOUT_EFFECT and not is_nothing(value) and value is not False:
             raise Unsupported(f"the argument {name!r} is not shared in passes without a cache")
+    inputs = _inputs(given, least)
+    (rows, width), are_ids = inputs.shape[:2], inputs.dim() == 2
+    mask = _mask(given.get(NAMES.mask), rows, width)
+    spans = [(0, width)] * rows if mask is None else list(_spans(mask))
+    positions, planes = _positions(given.get(NAMES.positions), given.get(NAMES.mask), rows, width)
+    if positions is None:
+        counts_shown = decoder.config.model_type in _POSITIONS_OF_MASKS
+        firsts = [0 if counts_shown else start for start, _ in spans]
+    else:
+        firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
+    keys = _host(inputs) if are_ids else _hashes(inputs)
+    read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
+    return Batch(inputs, are_ids, read, positions is None and len(set(firsts)) > 1, planes)
+
+
+def _inputs(given: Mapping[str, Any], least: int) -> Tensor:
+    """Ids ``[rows, width]`` or embeddings ``[rows, width, hidden_size]`` of at least so many rows."""
     ids, embeddings = given.get(NAMES.ids), given.get(NAMES.embeddings)
     if (ids is None) == (embeddings is None):
         raise Unsupported("the pass is given input_ids and inputs_embeds, or neither")
@@ -95,17 +119,7 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
         raise Unsupported(f"the pass has {rows} row{'' if rows == 1 else 's'} of {width} tokens")
     if embeddings is not None and embeddings.requires_grad and torch.is_grad_enabled():
         raise Unsupported("inputs_embeds need a gradient, each row's its own")
-    mask = _mask(given.get(NAMES.mask), rows, width)
-    spans = [(0, width)] * rows if mask is None else list(_spans(mask))
-    positions, planes = _positions(given.get(NAMES.positions), given.get(NAMES.mask), rows, width)
-    if positions is None:
-        counts_shown = decoder.config.model_type in _POSITIONS_OF_MASKS
-        firsts = [0 if counts_shown else start for start, _ in spans]
-    else:
-        firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
-    keys = _host(inputs) if embeddings is None else _hashes(embeddings)
-    read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
-    return Batch(inputs, embeddings is None, read, planes)
+    return inputs
 
 
 def _host(tensor: Tensor) -> Numbers:

@@ -27,7 +27,7 @@ from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
-from .support import check_decoder, check_settings
+from .support import check_decoder, check_settings, knows_distances_alone
 from .trie import Trie
 
 _LEAST_SHARE = 0.02
@@ -88,7 +88,7 @@ def _shared(
     batch = read_batch(decoder, given, least=1 if most else 2)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
-    before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
+    batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
     check_settings(decoder, given, trie.longest)
@@ -122,16 +122,20 @@ def _shared(
 
 def _found(
     state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool
-) -> tuple[Prefixes | None, Trie]:
-    """What an earlier pass has kept, if it still holds, and what the rows have in common with it and each other."""
+) -> tuple[Batch, Prefixes | None, Trie]:
+    """The batch as it shares most, what an earlier pass has kept, if it holds, and what rows and kept ones share."""
     options, before = state.options, None
     if reuses and batch.are_ids and isinstance(found := state.kept_forward, Prefixes):
         before = found if found.then.is_now(decoder, structure) else None
-    find = partial(batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
-    trie = find(kept=before.rows if before is not None else ())
+    kept = before.rows if before is not None else ()
+    find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
+    trie = find(batch, kept=kept)
+    free = batch.counts_padding and structure.kept("offsets", lambda: knows_distances_alone(decoder, structure))
+    if free and (moved := find(batch.without_offsets, kept=kept)).saved >= trie.saved + options.fewest_saved:
+        batch, trie = batch.without_offsets, moved
     if not len(trie.places):  # the decoder runs over at least one token
-        return before, find()
-    return before, trie
+        return batch, before, find(batch)
+    return batch, before, trie
 
 
 def _check_gain(options: Options, trie: Trie, *, reuses: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.overrides import own_code_of
@@ -22,6 +23,16 @@ def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
     if layout.states or layout.cross:
         raise Unsupported("its layers have states, or an encoder's keys and values")
     check_state(structure.walk, keeps_cache=False)
+
+
+def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> bool:
+    """Whether positions of a row may all be moved by one offset: rotary embeddings, and no table of positions."""
+    config, own = decoder.config.get_text_config(decoder=True), own_code_of(type(decoder))
+    if (own is not None and own.scales_from(config) is not None) or rope_limit(config) is not None:
+        return False
+    tables = {module for module in structure.walk.modules if isinstance(module, nn.Embedding)}
+    rotary = any("RotaryEmbedding" in kind.__name__ for kind in structure.walk.classes)
+    return rotary and tables <= {decoder.get_input_embeddings()}
 
 
 def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int) -> None:

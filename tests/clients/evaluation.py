@@ -152,7 +152,10 @@ def lm_eval_scores(
         task |= {"metric_list": [{"metric": name} for name in names]}
     else:
         task |= {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
-        task |= {"num_fewshot": shots, "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "brier_score")]}
+        task |= {
+            "num_fewshot": shots,
+            "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "brier_score")],
+        }
     evaluated = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=[task],

@@ -54,7 +54,9 @@ def test_training_is_that_of_stock(name, options, least, tmp_path):
         )
     assert not stock.passes
     assert shared_tokens(enabled.passes) > least
-    apart = {name: largest(value - enabled.parameters[name]) / largest(value) for name, value in stock.parameters.items()}
+    apart = {
+        name: largest(value - enabled.parameters[name]) / largest(value) for name, value in stock.parameters.items()
+    }
     assert max(apart.values()) <= 1e-5
     moved = {name: largest(value - stock.start[name]) / largest(value) for name, value in stock.parameters.items()}
     assert max(moved.values()) > 1e-3

@@ -118,7 +118,7 @@ def train(name: str, folder: Path, *, enable: bool, resume: Path | None = None, 
     """
     trainer = make_trainer(name, folder, **options)
     if enable:
-        fd.enable(trainer.model)
+        fd.enable(trainer.model, share_forward=False)  # whose weights round otherwise; see test_shared_forward.py
     start = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
     torch.manual_seed(0)
     with recorded(base_of(trainer.model)) as calls:

@@ -46,7 +46,9 @@ def classifying_classes() -> dict[str, str]:
     for path in sorted(Path(transformers.models.__file__).parent.glob("*/modeling_*.py")):
         module = f"transformers.models.{path.parent.name}.{path.stem}"
         if module in classes.generating_classes().values():
-            found |= {name: module for name in re.findall(r"^class (\w+ForSequenceClassification)\(", path.read_text(), re.M)}
+            found |= dict.fromkeys(
+                re.findall(r"^class (\w+ForSequenceClassification)\(", path.read_text(), re.M), module
+            )
     return found
 
 
@@ -60,7 +62,9 @@ def tiny_model_of(name: str) -> PreTrainedModel:
     if name in classes.generating_classes():
         return classes.tiny_model_of(name)
     kind = getattr(importlib.import_module(classifying_classes()[name]), name)
-    others = [other for other in classes.generating_classes() if classes.generating_classes()[other] == kind.__module__]
+    others = [
+        other for other in classes.generating_classes() if classes.generating_classes()[other] == kind.__module__
+    ]
     of_family = next((OVERRIDES[other] for other in others if other in OVERRIDES), {})
     torch.manual_seed(0)
     config = shrunken(kind.config_class, of_family)
@@ -89,12 +93,14 @@ def verdict_on(name: str) -> Verdict:
             inputs = inputs_of(name if part == "model" else "", parts[part], side)
             found[f"{part}, {side}"] = _verdict(parts[part], doubles[part], inputs)
     kinds = {verdict.kind for verdict in found.values()}
-    kind = next((one for one in (*_FAILURES, "shared", "stock", "not compared") if one in kinds))
+    kind = next(one for one in (*_FAILURES, "shared", "stock", "not compared") if one in kinds)
     reasons: dict[str, list[str]] = {}
     for place, verdict in found.items():
         if verdict.kind != "shared":
             reasons.setdefault(f"{verdict.kind}, {verdict.reason}", []).append(place)
-    return Verdict(kind, "; ".join(f"{' and '.join(places)}: {reason}" for reason, places in reasons.items()), model_type)
+    return Verdict(
+        kind, "; ".join(f"{' and '.join(places)}: {reason}" for reason, places in reasons.items()), model_type
+    )
 
 
 def parts_of(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
@@ -146,7 +152,7 @@ def _verdict(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str,
     path, reason = (report.path, report.reason) if report is not None else ("stock", "no report")
     if path == "failed":
         return Verdict("crashed", reason)
-    if found := faults(ours, stock, oracle):
+    if found := faults(ours, [stock], oracle):
         return Verdict("wrong", f"{path}: {found[0]} and {len(found) - 1} more")
     if path == "shared":
         if _is_blind(model, inputs, stock):

@@ -182,7 +182,7 @@ def batches(draw: st.DrawFn, *, embeds: bool = True, counted: bool = True) -> Ba
         mask=mask,
         positions=draw(st.sampled_from(["", "", "counted", "columns", "column"])) if counted else "",
         embeds=embeds and draw(st.sampled_from([False, False, False, True])),
-        labels=(labels := draw(st.booleans())),
+        labels=(labels := max(map(len, rows)) > 1 and draw(st.booleans())),  # the mean over none is NaN
         keep=0 if labels else draw(st.one_of(st.just(0), st.integers(0, width), some_columns)),
         hidden=draw(st.booleans()),
         use_cache=draw(st.sampled_from([None, True, False])),

@@ -1,7 +1,6 @@
 """RMSNorm, rotary embedding and gated activation, against PyTorch's operators with the same roundings."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +9,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from hf_fastdecode.kernels.pointwise import api, reference
+from hf_fastdecode.kernels.failures import KernelFailedError
+from hf_fastdecode.kernels.pointwise import api, gradients, reference
 from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
-from hf_fastdecode.kernels.pointwise.gradients import differentiable
+from hf_fastdecode.kernels.pointwise.gradients import GATED, RMS_NORM, ROTATE, Operator
 
 from .operator_runs import DEVICE, DTYPES, random
 
@@ -131,31 +131,89 @@ def test_refused() -> None:
         api.rotate(heads, heads, heads.new_ones(2, 3, 10), heads.new_ones(2, 3, 10), RotaryForm.WHOLE)
 
 
+def assert_gradients(operator: Operator, given: Sequence[Tensor], needed: Sequence[bool], **how: Any) -> None:
+    """As `assert_alike`, of the inputs that need one; gradients of results are expanded, or strided."""
+    grads: list[list[Tensor]] = []
+    for run, wide in ((operator, False), (operator.reference, False), (operator.reference, True)):
+        inputs = [one.double() if wide else one.detach() for one in given]
+        asked = [one.requires_grad_() for one, needs in zip(inputs, needed, strict=True) if needs]
+        found = run(*inputs, **how)
+        parts = [one for one in (found if isinstance(found, tuple) else (found,)) if one.requires_grad]
+        ones = [part.new_ones(1).expand(part.shape) for part in parts]
+        strided = [random(*part.mT.shape, seed=part.shape[1], dtype=given[0].dtype).mT.to(part) for part in parts]
+        both = (torch.autograd.grad(parts, asked, of_parts, retain_graph=True) for of_parts in (ones, strided))
+        grads.append([one for own in both for one in own])
+    for one, two, three in zip(*grads, strict=True):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        rounding = torch.finfo(one.dtype).eps * three.abs().max()
+        assert (one - three).abs().max() <= 2 * (two - three).abs().max() + rounding
+
+
+@pytest.fixture
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients of the reference, which would hide that a kernel fails."""
+    monkeypatch.delattr(gradients, "_of_reference")
+
+
+@pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("rms_norm", {"eps": 1e-5, "form": NormForm.ROUNDED}),
-        ("rotate", {"form": RotaryForm.WHOLE}),
-        ("gated", {"activation": Activation.SILU}),
-    ],
-)
-def test_gradients_are_those_of_the_reference(name: str, how: dict[str, Any], dtype: torch.dtype) -> None:
-    """Of the inputs that need one; without any, the kernel alone runs."""
-    x = random(2, 4, 3, 64, seed=1, dtype=dtype)
-    angles = random(2, 3, 64, seed=3, dtype=torch.float32)
-    others = {"rms_norm": [random(64, seed=2, dtype=dtype)], "gated": [random(2, 4, 3, 64, seed=2, dtype=dtype)]}
-    others["rotate"] = [random(2, 1, 3, 64, seed=2, dtype=dtype), angles.cos().to(dtype), angles.sin().to(dtype)]
-    kernel, own = (partial(getattr(where, name), **how) for where in (api, reference))
-    grads = []
-    for run in (partial(differentiable, kernel, own), own):
-        inputs = [one.clone().requires_grad_(number < 2) for number, one in enumerate([x, *others[name]])]
-        found = run(*inputs)
-        parts = found if isinstance(found, tuple) else (found,)
-        torch.autograd.backward(parts, [random(*part.shape, seed=9, dtype=dtype) for part in parts])
-        grads.append([one.grad for one in inputs])
-    for ours, theirs in zip(*grads, strict=True):
-        assert (ours is None and theirs is None) or torch.equal(ours, theirs)
+@pytest.mark.parametrize("form", NormForm)
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 1000), (37, 17, 3, 80), (1, 1, 64), (2, 1, 9000)])
+def test_gradients_of_rms_norm(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
+    """Of few rows, and of more than programs take at once."""
+    given = random(*shape, seed=1, dtype=dtype), random(shape[-1], seed=2, dtype=dtype)
+    for needed in ((True, True), (True, False), (False, True)):
+        assert_gradients(RMS_NORM, given, needed, eps=1e-5, form=form)
+
+
+@pytest.mark.usefixtures("no_fallback")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", RotaryForm)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("heads", "width", "rotary"), [((4, 4), 64, 64), ((12, 3), 80, 80), ((9, 1), 64, 16)])
+def test_gradients_of_rotate(
+    heads: tuple[int, int], width: int, rotary: int, halves: bool, form: RotaryForm, dtype: torch.dtype
+) -> None:
+    """Also where halves have other cosines and sines; queries and keys are not kept."""
+    queries, keys = (random(2, 5, count, width, seed=count, dtype=dtype).transpose(1, 2) for count in heads)
+    angles = 10 * random(1, 5, rotary // 2 if halves else rotary, seed=7, dtype=torch.float32)
+    given = queries, keys, angles.cos().to(dtype), angles.sin().to(dtype)
+    for needed in ((True, True, False, False), (False, True, False, False)):
+        assert_gradients(ROTATE, given, needed, form=form, halves=halves)
+    found, _ = ROTATE(queries.requires_grad_(), *given[1:], form=form, halves=halves)
+    assert len(found.grad_fn.saved_tensors) == 2
+
+
+@pytest.mark.usefixtures("no_fallback")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("shape", [(1, 1, 1100), (3, 5, 64), (2, 1, 1024)])
+def test_gradients_of_gated(shape: tuple[int, ...], activation: Activation, dtype: torch.dtype) -> None:
+    """Also where an exponential overflows."""
+    both = 3 * random(*shape[:-1], 2 * shape[-1], seed=1, dtype=dtype)
+    both[..., :2] = torch.tensor([-1e4, 1e4])
+    for given in (both.chunk(2, dim=-1), [half.contiguous() for half in both.chunk(2, dim=-1)]):
+        assert_gradients(GATED, given, (True, True), activation=activation)
+
+
+def _fails(*given: Any, **how: Any) -> Any:
+    raise KernelFailedError("on purpose")
+
+
+@pytest.mark.parametrize("operator", [RMS_NORM, ROTATE, GATED])
+def test_gradients_where_the_kernel_fails(operator: Operator) -> None:
+    """Those of the reference; also in cosines and sines, which the kernel does not compute."""
+    x, other = (random(2, 4, 3, 64, seed=seed, dtype=torch.float16) for seed in (1, 2))
+    cos, sin = (random(2, 3, 64, seed=seed, dtype=torch.float16) for seed in (3, 4))
+    how: dict[Operator, dict[str, Any]] = {
+        RMS_NORM: {"eps": 1e-5, "form": NormForm.ROUNDED},
+        ROTATE: {"form": RotaryForm.ROUNDED},
+        GATED: {"activation": Activation.SILU},
+    }
+    given = {RMS_NORM: [x, other[0, 0, 0]], ROTATE: [x, other, cos, sin], GATED: [x, other]}[operator]
+    for needed in ((True, True, False, False), (True,) * 4):
+        assert_gradients(operator._replace(backward=_fails), given, needed[: len(given)], **how[operator])
+    assert_gradients(operator, given, needed[: len(given)], **how[operator])
     with torch.no_grad():
-        found = differentiable(kernel, own, *inputs)
+        found = operator(*(one.requires_grad_() for one in given), **how[operator])
     assert not any(part.requires_grad for part in (found if isinstance(found, tuple) else (found,)))

@@ -25,8 +25,9 @@ from transformers import PreTrainedModel as Model
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import captured_prefill
-from tests.architectures import __main__ as architectures
 from tests.architectures.classes import generating_classes
+from tests.architectures.compare import verdict_on
+from tests.architectures.processes import verdicts_of
 from tests.interpreter import make_faster, merging_two_at_once
 from tests.parallel.scenarios import capturing
 from tests.tiny_models import seeded
@@ -173,6 +174,6 @@ def measure(classes: list[str] | None = None) -> dict[str, Any]:
             except Exception as error:  # as where a forced mode cannot run
                 found[key] = {"error": f"{type(error).__name__}: {error}"}
     if classes is not None:
-        for name, verdict, _ in architectures._verdicts(classes or list(generating_classes())):
+        for name, verdict, _ in verdicts_of(classes or list(generating_classes()), verdict_on):
             found[f"architectures: {name}"] = asdict(verdict)
     return found

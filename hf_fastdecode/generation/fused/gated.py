@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
-from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import Activation, gated
-from ...kernels.pointwise.gradients import differentiable
+from ...kernels.pointwise import gradients, reference
+from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import refusal
 from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
 
@@ -70,8 +69,7 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
     if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
         return uncompiled_call(module, x)
     try:
-        kernel, of_gradient = (partial(one, activation=activation) for one in (gated, reference.gated))
-        hidden = differentiable(kernel, of_gradient, gate, up)
+        hidden = gradients.GATED(gate, up, activation=activation)
     except KernelFailedError:
         return uncompiled_call(module, x)
     return down(hidden)

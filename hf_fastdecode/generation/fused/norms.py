@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm, rms_norm
-from ...kernels.pointwise.gradients import differentiable
+from ...kernels.pointwise.gradients import RMS_NORM
 from .trial import TRIED_IN, FusedKind, by_kernel, matching, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
@@ -73,10 +72,8 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     if sums is not None and waits:
         with sums.taken() as (first, plus):
             return rms_norm(first, weight, eps, form, plus)
-    kernel, own = (partial(norm, eps=eps, form=form) for norm in (rms_norm, reference.rms_norm))
-    if transposed:
-        return differentiable(kernel, own, x.transpose(1, 2), weight).transpose(1, 2)
-    return differentiable(kernel, own, x, weight)
+    found = RMS_NORM(x.transpose(1, 2) if transposed else x, weight, eps=eps, form=form)
+    return found.transpose(1, 2) if transposed else found
 
 
 def eps_of(module: nn.Module) -> float | None:

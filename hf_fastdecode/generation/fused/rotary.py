@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import RotaryForm, rotate
-from ...kernels.pointwise.gradients import differentiable
+from ...kernels.pointwise.api import RotaryForm
+from ...kernels.pointwise.gradients import ROTATE
 from .trial import (
     TRIED_IN,
     FusedKind,
@@ -80,8 +80,7 @@ def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
             if found is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
                 form, halves = found
                 try:
-                    kernel, own = (partial(one, form=form, halves=halves) for one in (rotate, reference.rotate))
-                    return differentiable(kernel, own, queries, keys, cos, sin)
+                    return ROTATE(queries, keys, cos, sin, form=form, halves=halves)
                 except (ValueError, KernelFailedError):
                     pass
     return function(*args, **kwargs)

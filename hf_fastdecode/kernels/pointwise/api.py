@@ -1,12 +1,13 @@
 """`rms_norm`, `gated_rms_norm`, `rotate` and `gated`: one launch each, in the forms that models have.
 
-They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. Gradients are those of
-the references (`gradients`). A form says where elements are rounded to the input's dtype, in which implementations of
-one formula differ.
+They compute what PyTorch's operators do, with the same roundings, in a single pass over memory. `gradients`
+joins them with their gradients. A form says where elements are rounded to the input's dtype, in which implementations
+of one formula differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch_named
-from ..device import overlap_options, power_of_two
+from ..device import multiprocessors, overlap_options, power_of_two
 from ..failures import Kernel
 from ..limits import are_contiguous, refused
 
@@ -65,6 +66,7 @@ MOST_COLUMNS = 16384
 
 _ELEMENTS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
+_WARPS = 16  # of a multiprocessor that computes gradients of `rms_norm`
 
 
 class Plus(NamedTuple):
@@ -112,6 +114,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
     return out
 
 
+def rms_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, form: NormForm, *, of_weight: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of `rms_norm` in `x` and, with `of_weight`, in the weight, rounded as those of PyTorch's operators.
+
+    Args:
+        grad: The result's gradient, in the dtype and shape of `x`.
+    """
+    columns, x, grad = x.shape[-1], x.contiguous(), grad.contiguous()
+    if weight.shape != (columns,) or grad.shape != x.shape or not weight.is_contiguous() or columns > MOST_COLUMNS:
+        takes = f"gradients of x's shape and contiguous weight [columns] of up to {MOST_COLUMNS} columns"
+        raise refused(f"rms_norm takes {takes}", grad, x, weight)
+    rows, grad_x = x.numel() // columns, torch.empty_like(x)
+    at_once, options = _norm_options(columns, x.device)
+    programs = min(-(-rows // at_once), _WARPS // options["num_warps"] * multiprocessors(x.device))
+    sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device) if of_weight else None
+    tensors, options = (x, grad, weight, grad_x, sums), {"OF_WEIGHT": of_weight, **options}
+    _launch("normalize_backward", (programs,), *tensors, rows, eps, ROUNDING=form.value, **options)
+    return grad_x, sums.sum(0).to(weight.dtype) if sums is not None else None
+
+
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, form: GatedNormForm, *, group: int | None = None
 ) -> Tensor:
@@ -145,7 +168,14 @@ def gated_rms_norm(
 
 
 def rotate(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: RotaryForm,
+    *,
+    halves: bool = False,
+    backward: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first elements.
 
@@ -157,6 +187,7 @@ def rotate(
         sin: Likewise.
         form: Where results are rounded.
         halves: Whether `cos` and `sin` are half as long as what is rotated, as in gpt-oss.
+        backward: Whether to compute the gradients of queries and keys, given those of their rotations.
 
     Returns:
         Rotated queries and keys, in new memory of the same strides where these are dense.
@@ -170,7 +201,7 @@ def rotate(
         raise refused(f"rotate takes {takes}, contiguous along the last axis", queries, keys, cos, sin)
     outs = torch.empty_like(queries), torch.empty_like(keys)
     if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
-        return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves)
+        return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves, backward=backward)
     _launch(
         "rotate",
         (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
@@ -182,6 +213,7 @@ def rotate(
         ROTARY=rotary,
         HALVES=halves,
         ROUNDING=form.value,
+        BACKWARD=backward,
         BLOCK_H=_HEADS,
         BLOCK_D=power_of_two(rotary // 2),
         BLOCK_REST=power_of_two(max(1, head_dim - rotary)),
@@ -203,11 +235,24 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise refused("gated takes equal shapes and dtypes", gate, up)
-    columns = gate.shape[-1]
-    gates, ups = gate.reshape(-1, columns), up.reshape(-1, columns)
-    if gates.stride(1) != 1 or ups.stride(1) != 1:
-        gates, ups = gates.contiguous(), ups.contiguous()
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    grid, strides = (len(gates) * -(-columns // _ELEMENTS),), (gates.stride(0), ups.stride(0))
-    _launch("gate", grid, gates, ups, out, *strides, COLUMNS=columns, ACTIVATION=activation.value, BLOCK=_ELEMENTS)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _launch_gate("gate", (gate, up), (out,), activation)
     return out
+
+
+def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    """Gradients of `gated` in `gate` and `up`, contiguous, given that of its result; see there."""
+    if not grad.shape == gate.shape == up.shape or not grad.dtype == gate.dtype == up.dtype:
+        raise refused("gated takes equal shapes and dtypes", grad, gate, up)
+    found = tuple(torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    _launch_gate("gate_backward", (gate, up, grad), found, activation)
+    return found
+
+
+def _launch_gate(name: str, given: Sequence[Tensor], outs: Sequence[Tensor], activation: Activation) -> None:
+    columns = given[0].shape[-1]
+    rows = [part.reshape(-1, columns) for part in given]
+    rows = [part if part.stride(1) == 1 else part.contiguous() for part in rows]
+    grid, strides = (len(rows[0]) * -(-columns // _ELEMENTS),), [part.stride(0) for part in rows]
+    options = {"COLUMNS": columns, "ACTIVATION": activation.value, "BLOCK": _ELEMENTS}
+    _launch(name, grid, *rows, *outs, *strides, **options)

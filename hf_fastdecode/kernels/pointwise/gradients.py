@@ -1,41 +1,86 @@
-"""Gradients of this folder's operators: those of their references, which are computed again in the backward pass.
+"""This folder's operators with their gradients, which one launch computes from the inputs, all that is kept for it.
 
-The forward pass, and that of a checkpoint, is then one launch, and the inputs alone are kept for the backward pass.
+Where that kernel fails or does not serve the inputs, gradients are those of the reference, computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Operator = Callable[..., Any]
-"""Takes tensors, and returns one or a tuple of them."""
+from ..failures import KernelFailedError
+from ..limits import refused
+from . import api, reference
+
+Gradients = tuple[Tensor | None, ...]
 
 
-def differentiable(operator: Operator, reference: Operator, *inputs: Tensor) -> Any:
-    """The operator's result, with the gradient of its reference if any input needs one."""
-    if torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
-        return _WithGradient.apply(operator, reference, *inputs)
-    return operator(*inputs)
+class Operator(NamedTuple):
+    """An operator of `api`, called with its tensors and, by name, how it computes."""
+
+    run: Callable[..., Any]  # returns a tensor or a tuple of them
+    reference: Callable[..., Any]
+    backward: Callable[..., Gradients]  # given the results' gradients, which inputs need one, and what `run` is given
+    linear: int = 0  # inputs, the first ones, in which it is linear, with results of their shapes
+
+    def __call__(self, *inputs: Tensor, **how: Any) -> Any:
+        if torch.is_grad_enabled() and any(one.requires_grad for one in inputs):
+            return _WithGradient.apply(self, how, *inputs)
+        return self.run(*inputs, **how)
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operator: Operator, reference: Operator, *inputs: Tensor) -> Any:
-        ctx.reference = reference
-        ctx.save_for_backward(*inputs)
-        return operator(*inputs)
+    def forward(ctx: Any, operator: Operator, how: dict[str, Any], *inputs: Tensor) -> Any:
+        ctx.operator, ctx.how = operator, how
+        # The gradient of what is linear does not depend on it.
+        left_out = operator.linear if not any(ctx.needs_input_grad[2 + operator.linear :]) else 0
+        ctx.save_for_backward(*inputs[left_out:])
+        return operator.run(*inputs, **how)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         needed = ctx.needs_input_grad[2:]
-        inputs = [one.detach().requires_grad_(needs) for one, needs in zip(ctx.saved_tensors, needed, strict=True)]
-        with torch.enable_grad():
-            outputs = ctx.reference(*inputs)
-        found = iter(torch.autograd.grad(outputs, [one for one in inputs if one.requires_grad], grads))
-        return None, None, *(next(found) if needs else None for needs in needed)
+        inputs = *grads[: len(needed) - len(ctx.saved_tensors)], *ctx.saved_tensors
+        try:
+            found = ctx.operator.backward(grads, needed, *inputs, **ctx.how)
+        except (ValueError, KernelFailedError):
+            found = _of_reference(ctx.operator.reference, grads, needed, *inputs, **ctx.how)
+        return None, None, *found
+
+
+def _of_reference(
+    operator: Callable[..., Any], grads: tuple[Tensor, ...], needed: tuple[bool, ...], *inputs: Tensor, **how: Any
+) -> Gradients:
+    inputs = tuple(one.detach().requires_grad_(needs) for one, needs in zip(inputs, needed, strict=True))
+    with torch.enable_grad():
+        outputs = operator(*inputs, **how)
+    found = iter(torch.autograd.grad(outputs, [one for one in inputs if one.requires_grad], grads))
+    return tuple(next(found) if needs else None for needs in needed)
+
+
+def _of_rms_norm(grads: tuple[Tensor], needed: tuple[bool, bool], x: Tensor, weight: Tensor, **how: Any) -> Gradients:
+    return api.rms_norm_gradients(*grads, x, weight, **how, of_weight=needed[1])
+
+
+def _of_rotate(
+    grads: tuple[Tensor, Tensor], needed: tuple[bool, ...], queries: Tensor, keys: Tensor, *angles: Tensor, **how: Any
+) -> Gradients:
+    if any(needed[2:]):
+        raise refused("the kernel has no gradients of cosines and sines", *angles)
+    along = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
+    return *api.rotate(*along, *angles, **how, backward=True), None, None
+
+
+def _of_gated(grads: tuple[Tensor], needed: tuple[bool, bool], gate: Tensor, up: Tensor, **how: Any) -> Gradients:
+    return api.gated_gradients(*grads, gate, up, **how)
+
+
+RMS_NORM = Operator(api.rms_norm, reference.rms_norm, _of_rms_norm)
+ROTATE = Operator(api.rotate, reference.rotate, _of_rotate, linear=2)
+GATED = Operator(api.gated, reference.gated, _of_gated)

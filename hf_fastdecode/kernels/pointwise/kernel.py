@@ -57,6 +57,49 @@ def normalize(
 
 
 @triton.jit(do_not_specialize=["rows"])
+def normalize_backward(
+    x,  # [rows, COLUMNS], contiguous
+    grad,  # as x: of the result
+    weight,  # [COLUMNS]
+    grad_x,  # as x
+    grad_weight,  # [programs, COLUMNS] fp32, of each program's rows; not written without OF_WEIGHT
+    rows,
+    eps,
+    COLUMNS: tl.constexpr,
+    OF_WEIGHT: tl.constexpr,
+    ROUNDING: tl.constexpr,  # of NormForm
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,  # as of `normalize`
+):
+    follow_previous(PDL)
+    dtype: tl.constexpr = grad_x.dtype.element_ty
+    column = tl.arange(0, BLOCK_C)
+    factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
+    if ROUNDING == PLUS_ONE:
+        factor = factor + 1.0
+    total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
+        row = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+        at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        values = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+        given = tl.load(grad + at, mask=kept, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(values * values, 1) / COLUMNS + eps)[:, None]
+        values, scaled = values * inverse, given * factor
+        if ROUNDING == ROUNDED:
+            scaled = scaled.to(dtype).to(tl.float32)
+        along = tl.sum(scaled * values, 1)[:, None] / COLUMNS
+        tl.store(grad_x + at, (inverse * (scaled - along * values)).to(dtype), mask=kept)
+        if OF_WEIGHT:
+            if ROUNDING == ROUNDED:
+                values = values.to(dtype).to(tl.float32)
+            total += tl.where(kept, given * values, 0.0)
+    if OF_WEIGHT:
+        tl.store(grad_weight + tl.program_id(0) * COLUMNS + column, tl.sum(total, 0), mask=column < COLUMNS)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def normalize_gated(
     x,  # [rows, COLUMNS], contiguous: rows of GROUPS groups
     gates,  # likewise, of strided rows of groups
@@ -115,6 +158,7 @@ def rotate(
     ROTARY: tl.constexpr,  # the first elements of a head are rotated, the others copied
     HALVES: tl.constexpr,  # whether both halves of what is rotated have the same cos and sin
     ROUNDING: tl.constexpr,  # of RotaryForm
+    BACKWARD: tl.constexpr,  # whether gradients of results are given
     BLOCK_H: tl.constexpr,  # heads of a program
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
     BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
@@ -129,12 +173,12 @@ def rotate(
         at = batch * query_batch_stride + token * query_stride
         parts = (queries + at, rotated_queries + at, cos + angles, sin + angles)
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), query_head_stride)
-        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
+        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST, BACKWARD)
     else:
         at = batch * key_batch_stride + token * key_stride
         parts = (keys + at, rotated_keys + at, cos + angles, sin + angles)
         heads = ((block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H), key_head_stride)
-        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST)
+        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST, BACKWARD)
 
 
 @triton.jit
@@ -148,6 +192,7 @@ def rotate_heads(
     ROUNDING: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    BACKWARD: tl.constexpr = False,
 ):
     x, out, cos, sin = parts
     head, head_stride = heads
@@ -164,6 +209,8 @@ def rotate_heads(
     first_sin = tl.load(sin + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
     second_cos = tl.load(cos + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
     second_sin = tl.load(sin + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    if BACKWARD:  # the transposed matrix
+        first_sin, second_sin = -second_sin, -first_sin
     one, two = first * first_cos, -second * first_sin
     three, four = second * second_cos, first * second_sin
     if ROUNDING == ROUNDED:
@@ -201,6 +248,34 @@ def gate(
 
 
 @triton.jit
+def gate_backward(
+    gates,  # as of `gate`
+    ups,  # likewise
+    grad,  # likewise: of the result
+    grad_gates,  # [rows, COLUMNS], contiguous
+    grad_ups,  # likewise
+    gate_stride,
+    up_stride,
+    grad_stride,
+    COLUMNS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    dtype: tl.constexpr = grad_gates.dtype.element_ty
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    column = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    kept = column < COLUMNS
+    x = tl.load(gates + row * gate_stride + column, mask=kept, other=0.0).to(tl.float32)
+    up = tl.load(ups + row * up_stride + column, mask=kept, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * grad_stride + column, mask=kept, other=0.0).to(tl.float32)
+    of_share = (given * up).to(dtype).to(tl.float32)
+    share = activated(x, ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(grad_gates + row * COLUMNS + column, (of_share * slope(x, ACTIVATION)).to(dtype), mask=kept)
+    tl.store(grad_ups + row * COLUMNS + column, (given * share).to(dtype), mask=kept)
+
+
+@triton.jit
 def activated(gates, ACTIVATION: tl.constexpr):
     """The activation of gates, in fp32."""
     if ACTIVATION == SILU:
@@ -210,4 +285,21 @@ def activated(gates, ACTIVATION: tl.constexpr):
     else:
         inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
         result = 0.5 * gates * (2.0 - 2.0 / (1.0 + tl.exp(2.0 * inner)))
+    return result
+
+
+@triton.jit
+def slope(gates, ACTIVATION: tl.constexpr):
+    """The derivative of `activated`."""
+    if ACTIVATION == SILU:
+        share = 1.0 / (1.0 + tl.exp(-gates))
+        result = share * (1.0 + gates * (1.0 - share))
+    elif ACTIVATION == GELU:
+        density = 0.3989422804014327 * tl.exp(-0.5 * gates * gates)
+        result = 0.5 * (1.0 + tl.erf(gates * 0.7071067811865476)) + gates * density
+    else:
+        inner = 0.7978845608028654 * (gates + 0.044715 * gates * gates * gates)
+        share, rest = 1.0 / (1.0 + tl.exp(-2.0 * inner)), 1.0 / (1.0 + tl.exp(2.0 * inner))
+        of_inner = 0.7978845608028654 * (1.0 + 0.134145 * gates * gates)
+        result = share + 2.0 * gates * share * rest * of_inner
     return result

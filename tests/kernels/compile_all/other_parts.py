@@ -17,8 +17,10 @@ from hf_fastdecode.kernels.pointwise.api import (
     NormForm,
     RotaryForm,
     gated,
+    gated_gradients,
     gated_rms_norm,
     rms_norm,
+    rms_norm_gradients,
     rotate,
 )
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
@@ -47,10 +49,13 @@ def compute_between_products() -> None:
         x = made(3, columns, dtype=dtype)
         for form in NormForm:
             rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
+            for of_weight in (False, True):
+                rms_norm_gradients(x, x, x[0].as_subclass(Claimed), 1e-5, form, of_weight=of_weight)
         for gated_form in GatedNormForm:
             gated_rms_norm(x, x, x[0].as_subclass(Claimed), 1e-5, gated_form)
         for activation in Activation:
             gated(x, x, activation)
+            gated_gradients(x, x, x, activation)
     for dtype, (head_dim, rotary), heads in product(
         (torch.bfloat16, torch.float16), ((64, 64), (80, 32), (128, 128), (256, 256)), ((32, 8), (12, 1))
     ):
@@ -58,6 +63,7 @@ def compute_between_products() -> None:
         cos = made(1, 5, rotary, dtype=dtype)
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
+            rotate(queries, keys, cos, cos, form, backward=True)
         rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
 
 

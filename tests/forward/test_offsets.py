@@ -1,0 +1,48 @@
+"""Rows with left padding of different lengths, whose positions stock counts with the padding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import hf_fastdecode as fd
+
+from ..tiny_models import tiny_model
+
+
+def padded(vocabulary: int) -> dict[str, torch.Tensor]:
+    """Completions of one prompt, padded at the left."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(3, vocabulary, (40,), generator=generator)
+    rows = [torch.cat([prompt, torch.randint(3, vocabulary, (3 + row,), generator=generator)]) for row in range(4)]
+    ids, mask = torch.zeros(4, 46, dtype=torch.long), torch.zeros(4, 46, dtype=torch.long)
+    for row, tokens in enumerate(rows):
+        ids[row, -len(tokens) :], mask[row, -len(tokens) :] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(("name", "shares"), [("llama-gqa", True), ("gpt_neox", True), ("gpt2", False)])
+def test_positions_that_count_padding(name: str, shares: bool) -> None:
+    """Rotary embeddings know distances alone; a table of positions does not. Error at most twice stock's."""
+    model = tiny_model(name).eval()
+    given = padded(model.config.vocab_size)
+    seen = given["attention_mask"].bool()
+    stock, exact = (one(**given).logits[seen] for one in (model, copy.deepcopy(model).double()))
+    fd.enable(model, min_saved_tokens=1)
+    ours = model(**given).logits[seen]
+    report = fd.explain(model).last_forward
+    assert report.path == ("shared" if shares else "stock")
+    assert report.computed == (40 + 3 + 4 + 5 + 6 if shares else report.tokens)
+    assert (ours - exact).abs().max() <= 2 * (stock - exact).abs().max()
+
+
+def test_positions_from_the_first_token_share_in_tables_too() -> None:
+    model = tiny_model("gpt2").eval()
+    stock, given = copy.deepcopy(model), padded(model.config.vocab_size)
+    given["position_ids"] = (given["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    fd.enable(model, min_saved_tokens=1)
+    seen = given["attention_mask"].bool()
+    torch.testing.assert_close(model(**given).logits[seen], stock(**given).logits[seen], rtol=0, atol=3e-6)
+    assert fd.explain(model).last_forward.computed == 58
