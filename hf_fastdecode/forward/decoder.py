@@ -19,14 +19,15 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel | None:
     it is the inner one, which heads call past the outer: `OPTDecoder` rather than the `OPTModel` around it.
 
     Returns:
-        The module; None for a model with an encoder, with inputs other than text, or whose tokens attend to later
-        ones, and for one without such a module.
+        The module; of a model for images or sounds its text decoder. None for a model with an encoder, or whose tokens
+        attend to later ones, and for one without such a module.
     """
-    config = model.config
-    if config.is_encoder_decoder or config.get_text_config() is not config:
+    if model.config.is_encoder_decoder:
         return None
-    for module in model.base_model.modules():  # which may be in a wrapper, as `torch.compile` makes one
-        if isinstance(module, PreTrainedModel):
+    text = model.config.get_text_config()
+    inside = model.base_model if text is model.config else model
+    for module in inside.modules():  # which may be in a wrapper, as `torch.compile` makes one
+        if isinstance(module, PreTrainedModel) and module.config is text:
             signature = _signature(type(module).forward)
             if signature.names:  # else it hands all arguments on, such as `BartDecoderWrapper`
                 decodes = signature.returns_states(unsaid=module is not model) and _takes_text_alone(module)

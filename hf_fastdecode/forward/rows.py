@@ -18,7 +18,7 @@ from .trie import Numbers, Row, Trie, build_trie
 
 NAMES: Final = PromptNames()
 
-_POSITIONS_OF_MASKS: Final = frozenset({"biogpt", "opt"})
+_POSITIONS_OF_MASKS: Final = frozenset({"opt"})
 """Model types that count positions, where they are given none, by what the mask shows."""
 
 _READ: Final = frozenset({*NAMES, "use_cache", "output_hidden_states", "return_dict"})

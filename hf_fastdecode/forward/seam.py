@@ -27,7 +27,7 @@ from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
-from .support import check_decoder, check_settings, knows_distances_alone
+from .support import check_backward_hooks, check_decoder, check_settings, knows_distances_alone
 from .trie import Trie
 
 _LEAST_SHARE = 0.02
@@ -92,6 +92,8 @@ def _shared(
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
     check_settings(decoder, given, trie.longest)
+    if torch.is_grad_enabled():
+        check_backward_hooks(structure.walk)
     _check_gain(options, trie, reuses=bool(most))
     makes_cache = _makes_cache(decoder, given)
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
+from ..generation.foreign_code import name_of, role_of
+from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+
+_WHY: Final = "which would see distinct tokens packed into one row"
 
 
 def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
@@ -33,6 +37,14 @@ def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> boo
     tables = {module for module in structure.walk.modules if isinstance(module, nn.Embedding)}
     rotary = any("RotaryEmbedding" in kind.__name__ for kind in structure.walk.classes)
     return rotary and tables <= {decoder.get_input_embeddings()}
+
+
+def check_backward_hooks(walk: ModelWalk) -> None:
+    """Raise `Unsupported` if third-party backward hooks would see the gradients of a packed row."""
+    for module in walk.modules:
+        for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
+            if role_of(hook) is None:
+                raise Unsupported(f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}")
 
 
 def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int) -> None:

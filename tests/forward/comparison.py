@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
@@ -50,11 +51,7 @@ class InDoubles(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.float:
             function = Tensor.double
-        wide = {torch.float32: torch.float64}
-        args = tuple(wide.get(one, one) if isinstance(one, torch.dtype) else one for one in args)
-        kwargs = {
-            name: wide.get(one, one) if isinstance(one, torch.dtype) else one for name, one in (kwargs or {}).items()
-        }
+        args, kwargs = tree_map(lambda one: torch.float64 if one is torch.float32 else one, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
@@ -64,7 +61,13 @@ def exact(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome]) -> 
 
 
 def in_doubles(model: PreTrainedModel) -> PreTrainedModel:
-    """The model itself in float64, for which PyTorch has no grouped products of experts."""
+    """The model itself in float64.
+
+    Without grouped products of experts, which PyTorch does not have of float64, and without checkpoints, which compute
+    layers again outside `InDoubles`.
+    """
+    if model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
     model.set_experts_implementation("eager")
     return model.double()
 
@@ -147,7 +150,7 @@ def faults(ours: Outcome, stocks: Sequence[Outcome], oracle: Outcome) -> list[st
 
 
 def relative_error(ours: Outcome, stock: Outcome, oracle: Outcome, kind: str) -> float:
-    """A pass's distance from the oracle, in that of stock's; of all tensors whose names begin so; 1 if there is none."""
+    """Distance from the oracle, in stock's, over all tensors whose names begin so; 1 where stock has none."""
     names = [name for name in oracle if name.startswith(kind)]
     error, rounding = (
         sum(float((one[name].double() - oracle[name]).norm()) ** 2 for name in names) ** 0.5 for one in (ours, stock)
@@ -160,3 +163,13 @@ def other_orders(model: PreTrainedModel, batch: Batch) -> list[Outcome]:
     generator = torch.Generator().manual_seed(0)
     orders = [torch.randperm(len(batch.rows), generator=generator) for _ in range(_ORDERS)]
     return [outcome(model, batch, order) for order in orders]
+
+
+def compared(
+    model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome], **options: Any
+) -> tuple[list[str], Any]:
+    """Faults of a shared pass beside stock's, and its report."""
+    stock, oracle = run(model), exact(model, run)
+    with sharing(model, **options):
+        ours, report = run(model), report_of(model)
+    return faults(ours, [stock], oracle), report

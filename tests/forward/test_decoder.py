@@ -22,7 +22,7 @@ from hf_fastdecode.forward.decoder import decoder_of
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ARCHITECTURES, ragged_prompts, tiny_model
 
-PATHS = {"gpt2": "transformer", "gpt_neox": "gpt_neox", "gpt_bigcode": "transformer"}
+PATHS = {"gpt2": "transformer", "gpt_neox": "gpt_neox", "gpt_bigcode": "transformer", "opt": "model.decoder"}
 
 
 def path_of(model: nn.Module) -> str:
@@ -58,7 +58,9 @@ def test_every_tiny_model_has_one(name):
         ("BertLMHeadModel", "bert"),
         ("BloomForCausalLM", "transformer"),
         ("MambaForCausalLM", "backbone"),
-        ("OPTForCausalLM", "model"),
+        ("OPTForCausalLM", "model.decoder"),  # which its head calls past the model
+        ("LlavaForConditionalGeneration", "model.language_model"),
+        ("Qwen2VLForConditionalGeneration", "model.language_model"),
         ("CwmForCausalLM", "model"),
         ("Gemma3ForCausalLM", "model"),  # of a family with images
     ],
@@ -85,7 +87,6 @@ def test_a_compiled_decoder_is_found_in_its_wrapper():
     "name",
     [
         "T5ForConditionalGeneration",
-        "LlavaForConditionalGeneration",
         "BarkSemanticModel",  # which has a head itself
         "BlipTextLMHeadModel",  # whose calls say whether tokens attend to later ones
         "FlaubertWithLMHeadModel",  # as its config says
