@@ -81,6 +81,6 @@ def _of_gated(grads: tuple[Tensor], needed: tuple[bool, bool], gate: Tensor, up:
     return api.gated_gradients(*grads, gate, up, **how)
 
 
-RMS_NORM = Operator(api.rms_norm, reference.rms_norm, _of_rms_norm)
-ROTATE = Operator(api.rotate, reference.rotate, _of_rotate, linear=2)
-GATED = Operator(api.gated, reference.gated, _of_gated)
+rms_norm = Operator(api.rms_norm, reference.rms_norm, _of_rms_norm)
+rotate = Operator(api.rotate, reference.rotate, _of_rotate, linear=2)
+gated = Operator(api.gated, reference.gated, _of_gated)
