@@ -67,7 +67,7 @@ MOST_COLUMNS = 16384
 _ELEMENTS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
 
-# Of gradients of `rms_norm`. On an H200 more programs, or fewer blocks of rows on the way to each, take longer.
+# Of gradients of `rms_norm`; on an H200, other sizes and more programs take longer.
 _GRADIENT_ELEMENTS = 4096  # of a program's block of rows, if these are shorter
 _GRADIENT_WARPS = 16  # of a multiprocessor
 
@@ -248,9 +248,9 @@ def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: Activati
     """Gradients of `gated` in `gate` and `up`, contiguous, given that of its result; see there."""
     if not grad.shape == gate.shape == up.shape or not grad.dtype == gate.dtype == up.dtype:
         raise refused("gated takes equal shapes and dtypes", grad, gate, up)
-    found = tuple(torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    _launch_gate("gate_backward", (gate, up, grad), found, activation)
-    return found
+    grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    _launch_gate("gate_backward", (gate, up, grad), (grad_gate, grad_up), activation)
+    return grad_gate, grad_up
 
 
 def _launch_gate(name: str, given: Sequence[Tensor], outs: Sequence[Tensor], activation: Activation) -> None:
