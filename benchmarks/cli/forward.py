@@ -33,8 +33,7 @@ def forward(
     Examples:
 
         python -m benchmarks forward --set qwen3-4b --set 8b-gqa
-        python -m benchmarks forward --only training-1182x16x256 --way stock \\
-            --way enabled --way flex
+        python -m benchmarks forward --only training-1182x16x256 --way stock
     """
     ways = check_choice("way", way or ("stock", "enabled"), FORWARD_WAYS)
     cases = chosen(cases_of_sets(FORWARD_SETS, sets, device, "qwen3-4b"), only)

@@ -50,7 +50,6 @@ NOTE = (
     "where it broke off. Rows from another commit, command or version are replaced when the same case and way is "
     "measured again; name another `--out` to keep them."
 )
-"""Follows every command's help."""
 
 ListCases = Annotated[bool, typer.Option("--list", help="Show the cases and leave.")]
 

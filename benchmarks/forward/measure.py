@@ -239,20 +239,19 @@ def _red(what: str, ratio: float) -> str | None:
 
 def check_way(way: str, case: ForwardCase, device: torch.device) -> str | None:
     """Check a way on a small model of the case's kind, with and without checkpointing; None when it is right."""
-    config, shape = config_of(case.shape, getattr(torch, case.dtype)), SHAPES[case.shape]
-    kv_heads = max(1, 4 * shape["num_key_value_heads"] // shape["num_attention_heads"])
-    for name, value in (_SMALL | {"num_key_value_heads": kv_heads}).items():
-        if getattr(config, name, None) is not None:
-            setattr(config, name, value)
-    model = _random(config, 2, device, getattr(torch, case.dtype))
-    exact = copy.deepcopy(model).double()
-    if "num_local_experts" in shape:
-        exact.set_experts_implementation("eager")  # PyTorch has no grouped product in fp64
-    small = ForwardCase(case.shape, "training", 2, 203, 3, 41, dtype=case.dtype)
-    rows = Rows.of(small, config.vocab_size, device)
     try:
-        stock = _trained(model, "stock", rows, small)
-        oracle = _trained(exact, "stock", rows, small)
+        config, shape = config_of(case.shape, getattr(torch, case.dtype)), SHAPES[case.shape]
+        kv_heads = max(1, 4 * shape["num_key_value_heads"] // shape["num_attention_heads"])
+        for name, value in (_SMALL | {"num_key_value_heads": kv_heads}).items():
+            if getattr(config, name, None) is not None:
+                setattr(config, name, value)
+        model = _random(config, 2, device, getattr(torch, case.dtype))
+        exact = copy.deepcopy(model).double()
+        if "num_local_experts" in shape:
+            exact.set_experts_implementation("eager")  # PyTorch has no grouped product in fp64
+        small = ForwardCase(case.shape, "training", 2, 203, 3, 41, dtype=case.dtype)
+        rows = Rows.of(small, config.vocab_size, device)
+        stock, oracle = (_trained(one, "stock", rows, small) for one in (model, exact))
         for one in (small, replace(small, checkpointing=True)):
             ours = _trained(model, way, rows, one)
             for name, *parts in zip(("log-probabilities", "gradients"), ours, stock, oracle, strict=True):

@@ -15,6 +15,7 @@ WAYS: dict[str, str] = {
     "stock": "transformers' generate, dynamic cache",
     "stock-static": "the same with cache_implementation='static', which transformers compiles on CUDA",
     "stock-slim-k": "the same with a slim model of this shape that caches keys only; multi-head shapes only",
+    "stock-slim-k+r": "the same with keys and d/8 V-coordinates",
     "quantized-fp8": "stock with transformers' QuantizedCache in fp8",
     "quantized-hqq": "the same in 8 bits by HQQ, where hqq is installed",
     "stock-beams": "transformers' beam search, with as many beams as samples",
@@ -38,7 +39,7 @@ LOOPS = ("beams", "lookup", "hidden-states")
 """Ways of ours that keep transformers' own loop; each has a ``stock-`` one."""
 
 _STOCK_WAYS = (
-    *("stock", "stock-static", "stock-slim-k", "quantized-fp8", "quantized-hqq"),
+    *("stock", "stock-static", "stock-slim-k", "stock-slim-k+r", "quantized-fp8", "quantized-hqq"),
     *(f"stock-{name}" for name in LOOPS),
 )
 

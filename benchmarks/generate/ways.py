@@ -79,6 +79,7 @@ _WAYS: dict[str, GenerateWay] = {
     "stock": GenerateWay(),
     "stock-static": GenerateWay(arguments={"cache_implementation": "static"}, compiles=True, hooks=False),
     "stock-slim-k": GenerateWay(slim="k"),
+    "stock-slim-k+r": GenerateWay(slim="k+r"),
     "quantized-fp8": _quantized("fp8"),
     "quantized-hqq": _quantized("hqq", "hqq", nbits=8, axis_key=1, axis_value=1),
     **{f"stock-{name}": loop for name, loop in _LOOPS.items()},

@@ -32,9 +32,7 @@ from .options import (
 if TYPE_CHECKING:
     import torch
 
-_MOVED: Final = (
-    *("ops", "generate", "completions", "first-calls", "profile", "sampling", "slim", "parallel", "tables"),
-)
+_MOVED: Final = ("ops", "generate", "completions", "first-calls", "profile", "sampling", "slim", "parallel")
 
 
 class Bench(TyperCommand):
@@ -79,8 +77,8 @@ def bench(
         hf-fastdecode bench --model MODEL --point 2048x16 --point 2048x64 --plot
         hf-fastdecode bench --model shape:8b-gqa --point 8192x32 --mode graph
 
-    Operators, modes side by side, growing completions, first calls of fresh processes, profiles, several GPUs and the
-    papers' tables are measured by `python -m benchmarks` in a clone of the repository.
+    Operators, modes side by side, growing completions, first calls of fresh processes, profiles, several GPUs, and
+    passes without a cache are measured by `python -m benchmarks` in a clone of the repository.
     """
     points = [parse_point(text) for text in point or ["512x8"]]
     check_enable_options(mode=mode, sampler=sampler)

@@ -149,13 +149,11 @@ def lm_eval_scores(
     if rolling:
         names = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
         task |= {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-        task |= {"metric_list": [{"metric": name} for name in names]}
     else:
+        names = ["acc", "acc_norm", "brier_score"]
         task |= {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
-        task |= {
-            "num_fewshot": shots,
-            "metric_list": [{"metric": name} for name in ("acc", "acc_norm", "brier_score")],
-        }
+        task |= {"num_fewshot": shots}
+    task |= {"metric_list": [{"metric": name} for name in names]}
     evaluated = simple_evaluate(
         model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
         tasks=[task],

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.kernels.pointwise import api, gradients, reference
 from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
-from hf_fastdecode.kernels.pointwise.gradients import GATED, RMS_NORM, ROTATE, Operator
+from hf_fastdecode.kernels.pointwise.gradients import Operator, gated, rms_norm, rotate
 
 from .operator_runs import DEVICE, DTYPES, random
 
@@ -158,12 +158,12 @@ def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_fallback")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", NormForm)
-@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 1000), (37, 17, 3, 80), (1, 1, 64), (2, 1, 9000)])
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 5, 1000), (37, 5, 3, 80), (1, 1, 64), (2, 1, 9000)])
 def test_gradients_of_rms_norm(shape: tuple[int, ...], form: NormForm, dtype: torch.dtype) -> None:
     """Of few rows, and of more than programs take at once."""
     given = random(*shape, seed=1, dtype=dtype), random(shape[-1], seed=2, dtype=dtype)
     for needed in ((True, True), (True, False), (False, True)):
-        assert_gradients(RMS_NORM, given, needed, eps=1e-5, form=form)
+        assert_gradients(rms_norm, given, needed, eps=1e-5, form=form)
 
 
 @pytest.mark.usefixtures("no_fallback")
@@ -179,8 +179,8 @@ def test_gradients_of_rotate(
     angles = 10 * random(1, 5, rotary // 2 if halves else rotary, seed=7, dtype=torch.float32)
     given = queries, keys, angles.cos().to(dtype), angles.sin().to(dtype)
     for needed in ((True, True, False, False), (False, True, False, False)):
-        assert_gradients(ROTATE, given, needed, form=form, halves=halves)
-    found, _ = ROTATE(queries.requires_grad_(), *given[1:], form=form, halves=halves)
+        assert_gradients(rotate, given, needed, form=form, halves=halves)
+    found, _ = rotate(queries.requires_grad_(), *given[1:], form=form, halves=halves)
     assert len(found.grad_fn.saved_tensors) == 2
 
 
@@ -193,24 +193,24 @@ def test_gradients_of_gated(shape: tuple[int, ...], activation: Activation, dtyp
     both = 3 * random(*shape[:-1], 2 * shape[-1], seed=1, dtype=dtype)
     both[..., :2] = torch.tensor([-1e4, 1e4])
     for given in (both.chunk(2, dim=-1), [half.contiguous() for half in both.chunk(2, dim=-1)]):
-        assert_gradients(GATED, given, (True, True), activation=activation)
+        assert_gradients(gated, given, (True, True), activation=activation)
 
 
 def _fails(*given: Any, **how: Any) -> Any:
     raise KernelFailedError("on purpose")
 
 
-@pytest.mark.parametrize("operator", [RMS_NORM, ROTATE, GATED])
+@pytest.mark.parametrize("operator", [rms_norm, rotate, gated])
 def test_gradients_where_the_kernel_fails(operator: Operator) -> None:
     """Those of the reference; also in cosines and sines, which the kernel does not compute."""
     x, other = (random(2, 4, 3, 64, seed=seed, dtype=torch.float16) for seed in (1, 2))
     cos, sin = (random(2, 3, 64, seed=seed, dtype=torch.float16) for seed in (3, 4))
     how: dict[Operator, dict[str, Any]] = {
-        RMS_NORM: {"eps": 1e-5, "form": NormForm.ROUNDED},
-        ROTATE: {"form": RotaryForm.ROUNDED},
-        GATED: {"activation": Activation.SILU},
+        rms_norm: {"eps": 1e-5, "form": NormForm.ROUNDED},
+        rotate: {"form": RotaryForm.ROUNDED},
+        gated: {"activation": Activation.SILU},
     }
-    given = {RMS_NORM: [x, other[0, 0, 0]], ROTATE: [x, other, cos, sin], GATED: [x, other]}[operator]
+    given = {rms_norm: [x, other[0, 0, 0]], rotate: [x, other, cos, sin], gated: [x, other]}[operator]
     for needed in ((True, True, False, False), (True,) * 4):
         assert_gradients(operator._replace(backward=_fails), given, needed[: len(given)], **how[operator])
     assert_gradients(operator, given, needed[: len(given)], **how[operator])

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..._compat import uncompiled_call
 from ...instance_methods import is_linear
 from ...kernels.failures import KernelFailedError
-from ...kernels.pointwise import gradients, reference
+from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation
+from ...kernels.pointwise.gradients import gated
 from ...kernels.row_products.config import refusal
 from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
 
@@ -69,7 +70,7 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
     if not (type(gate) is type(up) is Tensor and gate.dtype == up.dtype == x.dtype and gate.shape == up.shape):
         return uncompiled_call(module, x)
     try:
-        hidden = gradients.GATED(gate, up, activation=activation)
+        hidden = gated(gate, up, activation=activation)
     except KernelFailedError:
         return uncompiled_call(module, x)
     return down(hidden)

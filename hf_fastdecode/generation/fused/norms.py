@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...kernels.pointwise import reference
-from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm, rms_norm
-from ...kernels.pointwise.gradients import RMS_NORM
+from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm
+from ...kernels.pointwise.gradients import rms_norm
 from .trial import TRIED_IN, FusedKind, by_kernel, matching, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
@@ -71,8 +71,8 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
         return None
     if sums is not None and waits:
         with sums.taken() as (first, plus):
-            return rms_norm(first, weight, eps, form, plus)
-    found = RMS_NORM(x.transpose(1, 2) if transposed else x, weight, eps=eps, form=form)
+            return rms_norm(first, weight, eps=eps, form=form, plus=plus)
+    found = rms_norm(x.transpose(1, 2) if transposed else x, weight, eps=eps, form=form)
     return found.transpose(1, 2) if transposed else found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import RotaryForm
-from ...kernels.pointwise.gradients import ROTATE
+from ...kernels.pointwise.gradients import rotate
 from .trial import (
     TRIED_IN,
     FusedKind,
@@ -80,7 +80,7 @@ def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
             if found is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
                 form, halves = found
                 try:
-                    return ROTATE(queries, keys, cos, sin, form=form, halves=halves)
+                    return rotate(queries, keys, cos, sin, form=form, halves=halves)
                 except (ValueError, KernelFailedError):
                     pass
     return function(*args, **kwargs)

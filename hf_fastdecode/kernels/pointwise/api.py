@@ -66,7 +66,10 @@ MOST_COLUMNS = 16384
 
 _ELEMENTS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
-_WARPS = 16  # of a multiprocessor that computes gradients of `rms_norm`
+
+# Of gradients of `rms_norm`; on an H200, other sizes and more programs take longer.
+_GRADIENT_ELEMENTS = 4096  # of a program's block of rows, if these are shorter
+_GRADIENT_WARPS = 16  # of a multiprocessor
 
 
 class Plus(NamedTuple):
@@ -80,10 +83,10 @@ def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **o
     launch_named(Kernel.POINTWISE, f"pointwise.kernel.{name}", x.device, grid, x, *arguments, **options)
 
 
-def _norm_options(columns: int, device: torch.device) -> tuple[int, dict[str, int]]:
+def _norm_options(columns: int, device: torch.device, elements: int = _ELEMENTS) -> tuple[int, dict[str, int]]:
     """Rows of a program that normalizes so many columns, and its launch options."""
     block = power_of_two(columns)
-    rows = max(1, _ELEMENTS // block)
+    rows = max(1, elements // block)
     warps = min(16, max(4, rows * block // 512))
     return rows, {"COLUMNS": columns, "BLOCK_R": rows, "BLOCK_C": block, "num_warps": warps, **overlap_options(device)}
 
@@ -127,10 +130,11 @@ def rms_norm_gradients(
         takes = f"gradients of x's shape and contiguous weight [columns] of up to {MOST_COLUMNS} columns"
         raise refused(f"rms_norm takes {takes}", grad, x, weight)
     rows, grad_x = x.numel() // columns, torch.empty_like(x)
-    at_once, options = _norm_options(columns, x.device)
-    programs = min(-(-rows // at_once), _WARPS // options["num_warps"] * multiprocessors(x.device))
+    at_once, options = _norm_options(columns, x.device, _GRADIENT_ELEMENTS)
+    programs = min(-(-rows // at_once), _GRADIENT_WARPS // options["num_warps"] * multiprocessors(x.device))
     sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device) if of_weight else None
-    tensors, options = (x, grad, weight, grad_x, sums), {"OF_WEIGHT": of_weight, **options}
+    tensors, stages = (x, grad, weight, grad_x, sums), 3 if columns <= 2 * _GRADIENT_ELEMENTS else 2
+    options |= {"OF_WEIGHT": of_weight, "STAGES": stages}
     _launch("normalize_backward", (programs,), *tensors, rows, eps, ROUNDING=form.value, **options)
     return grad_x, sums.sum(0).to(weight.dtype) if sums is not None else None
 
@@ -244,9 +248,9 @@ def gated_gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: Activati
     """Gradients of `gated` in `gate` and `up`, contiguous, given that of its result; see there."""
     if not grad.shape == gate.shape == up.shape or not grad.dtype == gate.dtype == up.dtype:
         raise refused("gated takes equal shapes and dtypes", grad, gate, up)
-    found = tuple(torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
-    _launch_gate("gate_backward", (gate, up, grad), found, activation)
-    return found
+    grad_gate, grad_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    _launch_gate("gate_backward", (gate, up, grad), (grad_gate, grad_up), activation)
+    return grad_gate, grad_up
 
 
 def _launch_gate(name: str, given: Sequence[Tensor], outs: Sequence[Tensor], activation: Activation) -> None:

@@ -69,18 +69,24 @@ def _of_rms_norm(grads: tuple[Tensor], needed: tuple[bool, bool], x: Tensor, wei
 
 
 def _of_rotate(
-    grads: tuple[Tensor, Tensor], needed: tuple[bool, ...], queries: Tensor, keys: Tensor, *angles: Tensor, **how: Any
+    grads: tuple[Tensor, Tensor],
+    needed: tuple[bool, ...],
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    **how: Any,
 ) -> Gradients:
     if any(needed[2:]):
-        raise refused("the kernel has no gradients of cosines and sines", *angles)
-    along = [grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads]
-    return *api.rotate(*along, *angles, **how, backward=True), None, None
+        raise refused("the kernel has no gradients of cosines and sines", cos, sin)
+    of_queries, of_keys = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+    return *api.rotate(of_queries, of_keys, cos, sin, **how, backward=True), None, None
 
 
 def _of_gated(grads: tuple[Tensor], needed: tuple[bool, bool], gate: Tensor, up: Tensor, **how: Any) -> Gradients:
     return api.gated_gradients(*grads, gate, up, **how)
 
 
-RMS_NORM = Operator(api.rms_norm, reference.rms_norm, _of_rms_norm)
-ROTATE = Operator(api.rotate, reference.rotate, _of_rotate, linear=2)
-GATED = Operator(api.gated, reference.gated, _of_gated)
+rms_norm = Operator(api.rms_norm, reference.rms_norm, _of_rms_norm)
+rotate = Operator(api.rotate, reference.rotate, _of_rotate, linear=2)
+gated = Operator(api.gated, reference.gated, _of_gated)

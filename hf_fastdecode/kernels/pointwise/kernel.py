@@ -70,6 +70,7 @@ def normalize_backward(
     ROUNDING: tl.constexpr,  # of NormForm
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,  # blocks of rows in flight
     PDL: tl.constexpr,  # as of `normalize`
 ):
     follow_previous(PDL)
@@ -79,7 +80,8 @@ def normalize_backward(
     if ROUNDING == PLUS_ONE:
         factor = factor + 1.0
     total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
-    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
+    blocks = tl.cdiv(rows, BLOCK_R)
+    for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         row = block * BLOCK_R + tl.arange(0, BLOCK_R)
         kept = (row < rows)[:, None] & (column < COLUMNS)[None, :]
         at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]

@@ -31,7 +31,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def recorded(x: Tensor, weight: Tensor, eps: float, form: object, plus: object = None) -> Tensor:
         seen.append(plus is not None)
-        return run(x, weight, eps, form, plus)
+        return run(x, weight, eps=eps, form=form, plus=plus)
 
     monkeypatch.setattr(norms, "rms_norm", recorded)
     return seen
