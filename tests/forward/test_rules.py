@@ -20,13 +20,14 @@ from .comparison import compared, exact, faults, gradients, in_doubles, projecti
 
 LENGTHS, SHARED = (50, 50, 44), 40
 ROWS = ragged_prompts(*LENGTHS, shared=SHARED)
+CALL = ROWS | {"use_cache": False}
 REAL = ROWS["attention_mask"].bool()
 WITHOUT_PADDING = {"input_ids": ragged_prompts(50, 50, 50, shared=40)["input_ids"]}
 DISTINCT = 40 + 10 + 10 + 4
 WITH_OTHER_POSITIONS = 40 + 10 + 10 + 44  # the last row is padded, so that its tokens have other positions
 
 
-def outputs(model, inputs=ROWS, **arguments):
+def outputs(model, inputs=CALL, **arguments):
     """Logits of real tokens, and gradients if any parameter needs one."""
     logits = model(**inputs, **arguments).logits[REAL]
     found = {"logits": logits.detach()}
@@ -86,9 +87,9 @@ def test_training_mode_switched_between_passes():
     model = tiny_model("llama-gqa", attention_dropout=0.1)
     with sharing(model):
         for _ in range(2):
-            model.train()(**ROWS)
+            model.train()(**CALL)
             assert report_of(model).path == "stock"
-            model.eval()(**ROWS)
+            model.eval()(**CALL)
             assert report_of(model).path == "shared"
 
 
@@ -101,7 +102,7 @@ def test_outputs_of_all_tokens(name, asked, said):
     model.set_attn_implementation("eager")
 
     def run(model):
-        output = model(**ROWS, **({asked: True} if said == "call" else {}))
+        output = model(**CALL, **({asked: True} if said == "call" else {}))
         kind = asked.removeprefix("output_")
         return {f"{kind} {layer}": part for layer, part in enumerate(output[kind])} | outputs(model)
 
@@ -141,12 +142,12 @@ def positions_that_jump():
     ],
 )
 def test_masks_and_positions(given, reason):
-    check_stock(tiny_model(), reason, partial(outputs, inputs=ROWS | given()))
+    check_stock(tiny_model(), reason, partial(outputs, inputs=CALL | given()))
 
 
 def test_a_mask_that_hides_everything():
     """A row of padding alone takes no part."""
-    inputs = {name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in ROWS.items()}
+    inputs = CALL | {name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in ROWS.items()}
 
     def run(model):
         return {"logits": model(**inputs).logits[:3][REAL].detach()}
@@ -156,7 +157,7 @@ def test_a_mask_that_hides_everything():
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.float32])
 def test_masks_of_other_dtypes(kind):
-    check_shared(tiny_model(), partial(outputs, inputs=ROWS | {"attention_mask": ROWS["attention_mask"].to(kind)}))
+    check_shared(tiny_model(), partial(outputs, inputs=CALL | {"attention_mask": ROWS["attention_mask"].to(kind)}))
 
 
 def layer_hook(model):
@@ -286,10 +287,10 @@ def test_rotary_frequencies_that_depend_on_the_length():
 def test_options():
     model = tiny_model()
     with sharing(model, share_forward=False):
-        model(**ROWS)
+        model(**CALL)
         assert report_of(model) is None
     with sharing(model, min_saved_tokens=81):
-        model(**ROWS)
+        model(**CALL)
         assert report_of(model).path == "stock"
         assert "takes 81 to pay" in report_of(model).reason
 
@@ -305,7 +306,7 @@ def test_rows_that_share_nothing():
 def test_padding_is_zero_and_has_no_gradient():
     model = tiny_model().model
     with sharing(model):
-        output = model(**ROWS, output_hidden_states=True)
+        output = model(**CALL, output_hidden_states=True)
         assert report_of(model).path == "shared"
     for states in (output.last_hidden_state, *output.hidden_states):
         assert not states[~REAL].any()
@@ -329,7 +330,6 @@ def test_gradient_checkpointing(name, reentrant):
     model = tiny_model(name, **none).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    model.config.use_cache = False
     check_shared(model, distinct=WITH_OTHER_POSITIONS if name == "gpt2" else DISTINCT)
 
 
@@ -341,7 +341,7 @@ def test_layers_are_recomputed_after_disable(reentrant):
     model.enable_input_require_grads()
 
     def run(model):
-        logits = model(**ROWS, use_cache=False).logits[REAL]
+        logits = model(**CALL).logits[REAL]
         fd.disable(model)
         with torch.no_grad():
             model(**WITHOUT_PADDING)
@@ -359,7 +359,7 @@ def test_autocast():
 
     def run(model):
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(**ROWS).logits[REAL]
+            logits = model(**CALL).logits[REAL]
         assert logits.dtype == torch.bfloat16
         return {"logits": logits.detach()} | gradients(model, projection({"logits": logits}))
 
@@ -432,7 +432,7 @@ def test_frozen_parameters(freeze):
 def test_without_gradients(context):
     def run(model):
         with context():
-            return {"logits": model(**ROWS).logits[REAL].clone()}
+            return {"logits": model(**CALL).logits[REAL].clone()}
 
     check_shared(tiny_model(), run)
 
@@ -465,7 +465,7 @@ def test_losses_of_trainers():
     labels[:, :30] = -100
 
     def run(model):
-        loss = model(**ROWS, labels=labels, num_items_in_batch=torch.tensor(57)).loss
+        loss = model(**CALL, labels=labels, num_items_in_batch=torch.tensor(57)).loss
         return {"loss": loss.detach()} | gradients(model, loss)
 
     check_shared(tiny_model(), run)
@@ -477,7 +477,7 @@ def test_gradients_of_gradients():
     model.set_attn_implementation("eager")
 
     def run(model):
-        logits = model(**ROWS).logits[REAL]
+        logits = model(**CALL).logits[REAL]
         weight = model.model.layers[0].self_attn.q_proj.weight
         (first,) = torch.autograd.grad(projection({"logits": logits}), weight, create_graph=True)
         return gradients(model, first.square().sum())
@@ -498,7 +498,7 @@ def test_gradients_of_given_parameters():
 
     def run(model):
         given = {name: (1.5 * one.detach()).requires_grad_() for name, one in model.named_parameters()}
-        logits = torch.func.functional_call(model, given, kwargs=ROWS).logits[REAL]
+        logits = torch.func.functional_call(model, given, kwargs=CALL).logits[REAL]
         projection({"logits": logits}).backward()
         return {"logits": logits.detach()} | {f"gradient of {name}": one.grad for name, one in given.items()}
 
@@ -517,7 +517,7 @@ def test_saved_tensors_elsewhere():
 def test_a_second_backward_raises_as_in_stock(retain):
     model = tiny_model()
     with sharing(model):
-        loss = projection({"logits": model(**ROWS).logits[REAL]})
+        loss = projection({"logits": model(**CALL).logits[REAL]})
         loss.backward(retain_graph=retain)
         if retain:
             first = {name: one.grad.clone() for name, one in model.named_parameters()}
@@ -538,7 +538,7 @@ def test_tuples(said):
 
     def run(model, part):
         with torch.no_grad():
-            output = part(model)(**ROWS, **given, output_hidden_states=True, use_cache=False)
+            output = part(model)(**CALL, **given, output_hidden_states=True)
         assert type(output) is tuple
         return {"first": output[0][REAL]} | {str(at): layer[REAL] for at, layer in enumerate(output[1])}
 
@@ -596,7 +596,7 @@ def test_outputs_kept_after_disable():
     model = tiny_model()
     stock, oracle = outputs(model), exact(model, outputs)
     with sharing(model):
-        logits = model(**ROWS).logits[REAL]
+        logits = model(**CALL).logits[REAL]
     model(**WITHOUT_PADDING).logits.sum().backward()
     ours = {"logits": logits.detach()} | gradients(model, projection({"logits": logits}))
     assert not faults(ours, [stock], oracle)
@@ -672,7 +672,7 @@ def test_a_pass_that_raises():
 
     with sharing(model):
         with before_calls(model.model.layers[1], fail), pytest.raises(KeyboardInterrupt):
-            model(**ROWS)
+            model(**CALL)
         assert report_of(model).path == "failed"
         ours = outputs(model)
         assert report_of(model).path == "shared"
