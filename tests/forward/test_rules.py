@@ -380,10 +380,26 @@ def test_compiled_models(enabled_first):
     fd.enable(compiled, min_saved_tokens=1)
     try:
         ours = outputs(compiled)
+        assert report_of(model) is None  # Dynamo traces stock
     finally:
         fd.disable(compiled)
         torch._dynamo.reset()
     ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
+    assert not faults(ours, [stock], oracle)
+
+
+def test_compiled_layers():
+    """One by one, they are computed in the pass around them."""
+    model = tiny_model()
+    stock, oracle = outputs(model), exact(model, outputs)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    try:
+        with sharing(model):
+            ours = outputs(model)
+            assert report_of(model).path == "shared"
+    finally:
+        torch._dynamo.reset()
     assert not faults(ours, [stock], oracle)
 
 
