@@ -45,8 +45,8 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        needed = ctx.needs_input_grad[2:]
-        inputs = *grads[: len(needed) - len(ctx.saved_tensors)], *ctx.saved_tensors
+        needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors  # which checkpoints unpack once
+        inputs = *grads[: len(needed) - len(saved)], *saved
         try:
             found = ctx.operator.backward(grads, needed, *inputs, **ctx.how)
         except (ValueError, KernelFailedError):
