@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
-from ..generation.foreign_code import name_of, role_of
+from ..generation.foreign_code import is_of_transformers, name_of, role_of
 from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
@@ -33,9 +33,16 @@ def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
     check_state(structure.walk, keeps_cache=False)
 
 
+_ABSOLUTE: Final = frozenset({"beam", "dory", "hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
+"""Model types with rotary embeddings whose scores depend on more than distances: queries are scaled by their position,
+or weights per channel follow the rotation. The comparison of all classes (tests/forward) finds them."""
+
+
 def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> bool:
     """Whether positions of a row may all be moved by one offset: rotary embeddings, and no table of positions."""
     config, own = decoder.config.get_text_config(decoder=True), own_code_of(type(decoder))
+    if config.model_type in _ABSOLUTE or not is_of_transformers(type(decoder).forward):
+        return False
     if (own is not None and own.scales_from(config) is not None) or rope_limit(config) is not None:
         return False
     tables = {module for module in structure.walk.modules if isinstance(module, nn.Embedding)}
