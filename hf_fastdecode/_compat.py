@@ -151,6 +151,12 @@ def global_forward_hooks() -> Iterator[Callable[..., Any]]:
     yield from torch_module._global_forward_pre_hooks.values()
 
 
+def global_backward_hooks() -> Iterator[Callable[..., Any]]:
+    """The same of gradients; replace it if torch lists what ``register_module_full_backward_hook`` registered."""
+    yield from torch_module._global_backward_hooks.values()
+    yield from torch_module._global_backward_pre_hooks.values()
+
+
 def tensor_version(tensor: Tensor) -> int:
     """Counter of in-place writes, -1 for inference tensors; replace it if torch makes `_version` public."""
     return -1 if tensor.is_inference() else tensor._version

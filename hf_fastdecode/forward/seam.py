@@ -88,10 +88,11 @@ def _shared(
     batch = read_batch(decoder, given, least=1 if most else 2)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
-    batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most))
+    makes_cache = _makes_cache(decoder, given)
+    batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most), moves=not makes_cache)
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
-    check_settings(decoder, given, trie.longest)
+    check_settings(decoder, structure, given, trie.longest)
     if torch.is_grad_enabled():
         check_backward_hooks(structure.walk)
     _check_gain(options, trie, reuses=bool(most))
@@ -135,17 +136,21 @@ def _run_packed(
 
 
 def _found(
-    state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool
+    state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool, moves: bool
 ) -> tuple[Batch, Prefixes | None, Trie]:
-    """The batch as it shares most, what an earlier pass has kept, if it holds, and what rows and kept ones share."""
+    """The batch as it shares most, what an earlier pass has kept, if it holds, and what rows and kept ones share.
+
+    Offsets are not moved in passes that return a cache, whose keys have positions that later passes count on from.
+    """
     options, before = state.options, None
     if reuses and batch.are_ids and isinstance(found := state.kept_forward, Prefixes):
         before = found if found.then.is_now(decoder, structure) else None
     kept = before.rows if before is not None else ()
     find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
     trie = find(batch, kept=kept)
-    free = batch.counts_padding and structure.kept("offsets", lambda: knows_distances_alone(decoder, structure))
-    if free and (moved := find(batch.without_offsets, kept=kept)).saved >= trie.saved + options.fewest_saved:
+    moves = moves and batch.counts_padding
+    moves = moves and structure.kept("offsets", lambda: knows_distances_alone(decoder, structure))
+    if moves and (moved := find(batch.without_offsets, kept=kept)).saved >= trie.saved + options.fewest_saved:
         batch, trie = batch.without_offsets, moved
     if not len(trie.places):  # the decoder runs over at least one token
         return batch, before, find(batch)

@@ -7,6 +7,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
 from ..generation.foreign_code import name_of, role_of
@@ -15,6 +16,9 @@ from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
 
 _WHY: Final = "which would see distinct tokens packed into one row"
+
+_POSITIONS_OF_IDS: Final = "create_position_ids_from_input_ids"
+"""Method of embeddings, such as RoBERTa's, that count ids other than that of padding, from that on."""
 
 
 def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
@@ -41,13 +45,16 @@ def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> boo
 
 def check_backward_hooks(walk: ModelWalk) -> None:
     """Raise `Unsupported` if third-party backward hooks would see the gradients of a packed row."""
+    for hook in global_backward_hooks():
+        if role_of(hook) is None:
+            raise Unsupported(f"all modules have a backward hook, {name_of(hook)}, {_WHY}")
     for module in walk.modules:
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             if role_of(hook) is None:
                 raise Unsupported(f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}")
 
 
-def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int) -> None:
+def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], longest: int) -> None:
     """Raise `Unsupported` if a pass asks for what a packed row does not compute."""
     for output in ("output_attentions", "output_router_logits"):
         asked = given.get(output)
@@ -56,3 +63,5 @@ def check_settings(decoder: PreTrainedModel, given: dict[str, Any], longest: int
     limit = rope_limit(decoder.config.get_text_config(decoder=True))
     if limit is not None and longest > limit:
         raise Unsupported(f"its position embedding changes beyond {limit} tokens, and a row has {longest}")
+    if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
+        raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")

@@ -102,13 +102,14 @@ class Batch:
             found["use_cache"] = self.use_cache
         return found
 
-    def distinct(self, *, from_mask: bool) -> int:
+    def distinct(self, *, offsets: bool) -> int:
         """How many tokens a pass computes where each is computed once: paths from a row's beginning, at a position.
 
         Args:
-            from_mask: Whether the model counts positions from the mask where none are given.
+            offsets: Whether the columns of padding before a row count, where no positions are given. They do not where
+                the model counts positions from the mask, or looks at distances between tokens alone.
         """
-        counts = self.positions == "counted" or (not self.positions and from_mask)
+        counts = self.positions == "counted" or (not self.positions and not offsets)
         return len(
             {
                 (0 if counts else start, row[: length + 1])

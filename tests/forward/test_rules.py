@@ -20,23 +20,25 @@ from .comparison import compared, exact, faults, gradients, in_doubles, projecti
 
 LENGTHS, SHARED = (50, 50, 44), 40
 ROWS = ragged_prompts(*LENGTHS, shared=SHARED)
+CALL = ROWS | {"use_cache": False}
 REAL = ROWS["attention_mask"].bool()
 WITHOUT_PADDING = {"input_ids": ragged_prompts(50, 50, 50, shared=40)["input_ids"]}
-DISTINCT = 40 + 2 * 10 + 44  # the last row is padded, so that its tokens have other positions
+DISTINCT = 40 + 10 + 10 + 4
+WITH_OTHER_POSITIONS = 40 + 10 + 10 + 44  # the last row is padded, so that its tokens have other positions
 
 
-def outputs(model, inputs=ROWS, **arguments):
+def outputs(model, inputs=CALL, **arguments):
     """Logits of real tokens, and gradients if any parameter needs one."""
     logits = model(**inputs, **arguments).logits[REAL]
     found = {"logits": logits.detach()}
     return found | (gradients(model, projection({"logits": logits})) if logits.requires_grad else {})
 
 
-def check_shared(model, run=outputs, **options):
+def check_shared(model, run=outputs, distinct=DISTINCT):
     """The pass is shared, and as near to float64 as stock's."""
-    found, report = compared(model, run, **options)
+    found, report = compared(model, run)
     assert report.path == "shared", report
-    assert report.computed == DISTINCT
+    assert report.computed == distinct
     assert not found
 
 
@@ -85,9 +87,9 @@ def test_training_mode_switched_between_passes():
     model = tiny_model("llama-gqa", attention_dropout=0.1)
     with sharing(model):
         for _ in range(2):
-            model.train()(**ROWS)
+            model.train()(**CALL)
             assert report_of(model).path == "stock"
-            model.eval()(**ROWS)
+            model.eval()(**CALL)
             assert report_of(model).path == "shared"
 
 
@@ -100,7 +102,7 @@ def test_outputs_of_all_tokens(name, asked, said):
     model.set_attn_implementation("eager")
 
     def run(model):
-        output = model(**ROWS, **({asked: True} if said == "call" else {}))
+        output = model(**CALL, **({asked: True} if said == "call" else {}))
         kind = asked.removeprefix("output_")
         return {f"{kind} {layer}": part for layer, part in enumerate(output[kind])} | outputs(model)
 
@@ -140,12 +142,12 @@ def positions_that_jump():
     ],
 )
 def test_masks_and_positions(given, reason):
-    check_stock(tiny_model(), reason, partial(outputs, inputs=ROWS | given()))
+    check_stock(tiny_model(), reason, partial(outputs, inputs=CALL | given()))
 
 
 def test_a_mask_that_hides_everything():
     """A row of padding alone takes no part."""
-    inputs = {name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in ROWS.items()}
+    inputs = CALL | {name: torch.cat([value, torch.zeros_like(value[:1])]) for name, value in ROWS.items()}
 
     def run(model):
         return {"logits": model(**inputs).logits[:3][REAL].detach()}
@@ -155,7 +157,7 @@ def test_a_mask_that_hides_everything():
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.float32])
 def test_masks_of_other_dtypes(kind):
-    check_shared(tiny_model(), partial(outputs, inputs=ROWS | {"attention_mask": ROWS["attention_mask"].to(kind)}))
+    check_shared(tiny_model(), partial(outputs, inputs=CALL | {"attention_mask": ROWS["attention_mask"].to(kind)}))
 
 
 def layer_hook(model):
@@ -178,6 +180,10 @@ def hook_of_all(model):
     return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
 
 
+def gradient_hook_of_all(model):
+    return nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+
+
 def noise_hook(model):
     """As transformers' NEFTune adds it."""
     from transformers.integrations.neftune import activate_neftune
@@ -187,7 +193,7 @@ def noise_hook(model):
 
 @pytest.mark.parametrize(
     "hook",
-    [layer_hook, early_hook, gradient_hook, early_gradient_hook, hook_of_all, noise_hook],
+    [layer_hook, early_hook, gradient_hook, early_gradient_hook, hook_of_all, gradient_hook_of_all, noise_hook],
     ids=lambda one: one.__name__,
 )
 def test_foreign_hooks(hook):
@@ -275,18 +281,18 @@ def test_rotary_frequencies_that_depend_on_the_length():
     model = tiny_model("llama-gqa", rope_parameters=rope, max_position_embeddings=45)
     check_stock(model, "its position embedding changes beyond 45 tokens")
     longer = tiny_model("llama-gqa", rope_parameters=rope, max_position_embeddings=64)  # the packed row has 104
-    check_shared(longer)
+    check_shared(longer, distinct=WITH_OTHER_POSITIONS)
 
 
 def test_options():
     model = tiny_model()
     with sharing(model, share_forward=False):
-        model(**ROWS)
+        model(**CALL)
         assert report_of(model) is None
-    with sharing(model, min_saved_tokens=41):
-        model(**ROWS)
+    with sharing(model, min_saved_tokens=81):
+        model(**CALL)
         assert report_of(model).path == "stock"
-        assert "takes 41 to pay" in report_of(model).reason
+        assert "takes 81 to pay" in report_of(model).reason
 
 
 def test_rows_that_share_nothing():
@@ -300,7 +306,7 @@ def test_rows_that_share_nothing():
 def test_padding_is_zero_and_has_no_gradient():
     model = tiny_model().model
     with sharing(model):
-        output = model(**ROWS, output_hidden_states=True)
+        output = model(**CALL, output_hidden_states=True)
         assert report_of(model).path == "shared"
     for states in (output.last_hidden_state, *output.hidden_states):
         assert not states[~REAL].any()
@@ -324,8 +330,7 @@ def test_gradient_checkpointing(name, reentrant):
     model = tiny_model(name, **none).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    model.config.use_cache = False
-    check_shared(model)
+    check_shared(model, distinct=WITH_OTHER_POSITIONS if name == "gpt2" else DISTINCT)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -336,7 +341,7 @@ def test_layers_are_recomputed_after_disable(reentrant):
     model.enable_input_require_grads()
 
     def run(model):
-        logits = model(**ROWS, use_cache=False).logits[REAL]
+        logits = model(**CALL).logits[REAL]
         fd.disable(model)
         with torch.no_grad():
             model(**WITHOUT_PADDING)
@@ -354,7 +359,7 @@ def test_autocast():
 
     def run(model):
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(**ROWS).logits[REAL]
+            logits = model(**CALL).logits[REAL]
         assert logits.dtype == torch.bfloat16
         return {"logits": logits.detach()} | gradients(model, projection({"logits": logits}))
 
@@ -375,10 +380,26 @@ def test_compiled_models(enabled_first):
     fd.enable(compiled, min_saved_tokens=1)
     try:
         ours = outputs(compiled)
+        assert report_of(model) is None  # Dynamo traces stock
     finally:
         fd.disable(compiled)
         torch._dynamo.reset()
     ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
+    assert not faults(ours, [stock], oracle)
+
+
+def test_compiled_layers():
+    """One by one, they are computed in the pass around them."""
+    model = tiny_model()
+    stock, oracle = outputs(model), exact(model, outputs)
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    try:
+        with sharing(model):
+            ours = outputs(model)
+            assert report_of(model).path == "shared"
+    finally:
+        torch._dynamo.reset()
     assert not faults(ours, [stock], oracle)
 
 
@@ -427,7 +448,7 @@ def test_frozen_parameters(freeze):
 def test_without_gradients(context):
     def run(model):
         with context():
-            return {"logits": model(**ROWS).logits[REAL].clone()}
+            return {"logits": model(**CALL).logits[REAL].clone()}
 
     check_shared(tiny_model(), run)
 
@@ -460,7 +481,7 @@ def test_losses_of_trainers():
     labels[:, :30] = -100
 
     def run(model):
-        loss = model(**ROWS, labels=labels, num_items_in_batch=torch.tensor(57)).loss
+        loss = model(**CALL, labels=labels, num_items_in_batch=torch.tensor(57)).loss
         return {"loss": loss.detach()} | gradients(model, loss)
 
     check_shared(tiny_model(), run)
@@ -472,7 +493,7 @@ def test_gradients_of_gradients():
     model.set_attn_implementation("eager")
 
     def run(model):
-        logits = model(**ROWS).logits[REAL]
+        logits = model(**CALL).logits[REAL]
         weight = model.model.layers[0].self_attn.q_proj.weight
         (first,) = torch.autograd.grad(projection({"logits": logits}), weight, create_graph=True)
         return gradients(model, first.square().sum())
@@ -493,7 +514,7 @@ def test_gradients_of_given_parameters():
 
     def run(model):
         given = {name: (1.5 * one.detach()).requires_grad_() for name, one in model.named_parameters()}
-        logits = torch.func.functional_call(model, given, kwargs=ROWS).logits[REAL]
+        logits = torch.func.functional_call(model, given, kwargs=CALL).logits[REAL]
         projection({"logits": logits}).backward()
         return {"logits": logits.detach()} | {f"gradient of {name}": one.grad for name, one in given.items()}
 
@@ -512,7 +533,7 @@ def test_saved_tensors_elsewhere():
 def test_a_second_backward_raises_as_in_stock(retain):
     model = tiny_model()
     with sharing(model):
-        loss = projection({"logits": model(**ROWS).logits[REAL]})
+        loss = projection({"logits": model(**CALL).logits[REAL]})
         loss.backward(retain_graph=retain)
         if retain:
             first = {name: one.grad.clone() for name, one in model.named_parameters()}
@@ -533,7 +554,7 @@ def test_tuples(said):
 
     def run(model, part):
         with torch.no_grad():
-            output = part(model)(**ROWS, **given, output_hidden_states=True, use_cache=False)
+            output = part(model)(**CALL, **given, output_hidden_states=True)
         assert type(output) is tuple
         return {"first": output[0][REAL]} | {str(at): layer[REAL] for at, layer in enumerate(output[1])}
 
@@ -591,7 +612,7 @@ def test_outputs_kept_after_disable():
     model = tiny_model()
     stock, oracle = outputs(model), exact(model, outputs)
     with sharing(model):
-        logits = model(**ROWS).logits[REAL]
+        logits = model(**CALL).logits[REAL]
     model(**WITHOUT_PADDING).logits.sum().backward()
     ours = {"logits": logits.detach()} | gradients(model, projection({"logits": logits}))
     assert not faults(ours, [stock], oracle)
@@ -667,7 +688,7 @@ def test_a_pass_that_raises():
 
     with sharing(model):
         with before_calls(model.model.layers[1], fail), pytest.raises(KeyboardInterrupt):
-            model(**ROWS)
+            model(**CALL)
         assert report_of(model).path == "failed"
         ours = outputs(model)
         assert report_of(model).path == "shared"
