@@ -28,7 +28,7 @@ VARIABLE: Final = "HF_FASTDECODE_RUN"
 
 @contextmanager
 def enabled_loading(**options: Any) -> Iterator[None]:
-    """Context in which models that generate are enabled as `from_pretrained` returns them; its end restores all.
+    """Context in which models that can share are enabled as `from_pretrained` returns them; its end restores all.
 
     Python processes started in it do the same until they end, unless they ignore the environment (``python -I``).
 
@@ -113,9 +113,11 @@ class _Patch(MetaPathFinder):
         self._kind.from_pretrained = classmethod(from_pretrained)
 
     def _enable(self, model: Any) -> None:
-        if not model.can_generate():
-            return
         from .api import enable
+        from .forward.decoder import decoder_of
+
+        if not (model.can_generate() or decoder_of(model)):
+            return
 
         self._enabled.add(enable(model, **self._options))
         print(f"hf-fastdecode: enabled {type(model).__name__}", file=sys.stderr)

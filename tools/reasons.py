@@ -51,6 +51,12 @@ SUBJECTS: Final = (
         ("generation/prompts/",),
     ),
     Subject(
+        "Forward passes without a cache",
+        "Rows that begin alike save too little, or the pass asks for what one packed row of their tokens does not "
+        "have; see [scoring and training](scoring.md#when-a-pass-runs-stock).",
+        ("forward/",),
+    ),
+    Subject(
         "The model, and arguments of the call",
         "The architecture computes attention in a way that a shared cache does not have, the model is in training "
         "mode, or an argument asks for what passes over a shared cache do not compute: leave it out, if you can. "

@@ -97,7 +97,31 @@ def _shared(
         check_backward_hooks(structure.walk)
     _check_gain(options, trie, reuses=bool(most))
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
-    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
+    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=_makes_cache(decoder, given) or bool(most))
+    output = _run_packed(packed, original, structure, batch, trie, given)
+    if hidden_before is not None:
+        output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
+    if most and batch.are_ids:
+        then = ModelThen.of(decoder, structure) if before is None else before.then
+        hidden = output["last_hidden_state"]
+        state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
+    report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
+    index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
+    if _makes_cache(decoder, given):
+        own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
+        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
+    return _of_rows(decoder, output, index, given)
+
+
+def _run_packed(
+    packed: PackedPass,
+    original: Callable[..., Any],
+    structure: Structure,
+    batch: Batch,
+    trie: Trie,
+    given: dict[str, Any],
+) -> Any:
+    """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
     try:
@@ -108,18 +132,7 @@ def _shared(
             raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
         raise
     _check_output(structure, packed, output)
-    if hidden_before is not None:
-        output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
-    if most and batch.are_ids:
-        then = ModelThen.of(decoder, structure) if before is None else before.then
-        hidden = output["last_hidden_state"]
-        state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
-    report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
-    index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
-    if makes_cache:
-        own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
-        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
-    return _of_rows(decoder, output, index, given)
+    return output
 
 
 def _found(

@@ -137,7 +137,9 @@ def test_what_is_loaded_is_enabled_until_the_end(folder):
         assert "missing_keys" in said
         assert fd.explain(plain).enabled
         assert fd.explain(told).enabled
-        assert not hasattr(AutoModel.from_pretrained(folder / "model"), "generate")
+        decoder = AutoModel.from_pretrained(folder / "model")
+        assert not hasattr(decoder, "generate")
+        assert fd.explain(decoder).enabled
         raise RuntimeError("in the body")
     assert vars(PreTrainedModel)["from_pretrained"] is before
     assert dict(os.environ) == environment
