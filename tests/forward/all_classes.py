@@ -153,6 +153,8 @@ def _verdicts(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str
         oracle = _exact(doubles, _doubled(inputs))
     except Exception as error:
         return (Verdict("not compared", f"in float64: {_line(error)}"),) * 2
+    if not all(value.isfinite().all() for value in oracle.values()):
+        return (Verdict("not compared", "stock gives NaN"),) * 2
     with_gradients = _verdict(model, run, stock, oracle, inputs)
     run, output = torch.no_grad()(run), {"output": stock["output"]}
     return with_gradients, _verdict(model, run, output, {"output": oracle["output"]}, inputs)

@@ -66,8 +66,9 @@ def in_doubles(model: PreTrainedModel) -> PreTrainedModel:
     Without grouped products of experts, which PyTorch does not have of float64, and without checkpoints, which compute
     layers again outside `InDoubles`.
     """
-    if model.is_gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
     model.set_experts_implementation("eager")
     return model.double()
 
