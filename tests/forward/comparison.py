@@ -60,6 +60,12 @@ def exact(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome]) -> 
     return exact_of(in_doubles(copy.deepcopy(model)), run)
 
 
+def checkpoint(model: PreTrainedModel, *, use_reentrant: bool) -> None:
+    """Let a model compute its layers again for gradients."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+
+
 def in_doubles(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself in float64.
 

@@ -47,7 +47,7 @@ FAMILIES = {
     "gemma4_text": _WINDOW,
 }
 QUICK = ["llama-gqa", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_oss", "mixtral-window", "phi3-window"]
-AT_OFFSETS = {"gpt2", "gpt_bigcode", "phi3-window", "gemma4_text"}
+AT_OFFSETS = {"gpt2", "gpt_bigcode", "phi3-window", "gemma4_text", "mimo_v2_flash"}
 """Families whose rows share only with rows behind as much padding, where no positions are given: with a table of
 positions, with frequencies that depend on the length, and with tables that may be of positions."""
 EXAMPLES, ALL_EXAMPLES = 20, 250
@@ -72,7 +72,7 @@ def check(name, batch):
     if faults(ours, [stock], oracle):
         assert not faults(ours, [stock, *other_orders(model, batch)], oracle), report
     # Of the returned cache, positions are those of stock.
-    offsets = name in AT_OFFSETS or (name != "opt" and batch.use_cache is not False)
+    offsets = name in AT_OFFSETS
     tokens, distinct = sum(map(len, batch.rows)), batch.distinct(offsets=offsets)
     if len(batch.rows) == 1 or distinct == tokens:
         assert report.path == "stock", report
