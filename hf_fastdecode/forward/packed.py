@@ -22,8 +22,8 @@ from .attention import attend
 from .nodes import Tree
 from .reuse import Layers
 
-_CHECKPOINT: Final = "_gradient_checkpointing_func"
-"""Attribute of transformers' modules with the function that checkpoints them."""
+_CHECKPOINTS: Final = "_gradient_checkpointing_func", "checkpoint_fn"
+"""Attributes with the function that checkpoints: of transformers' modules, and of PyTorch's `CheckpointWrapper`."""
 
 _checkpoints = Switch(replaces=True)
 
@@ -62,9 +62,10 @@ class PackedPass(RowLengths):
         """Context of the pass, into which checkpointed layers return when they are computed again for gradients."""
         inside = partial(_inside, configs=structure.configs, fused=structure.fused)
         changes = [
-            Change(module, _CHECKPOINT, partial(_checkpointed, inside, checkpoint))
+            Change(module, name, partial(_checkpointed, inside, checkpoint))
             for module in structure.walk.modules
-            if (checkpoint := vars(module).get(_CHECKPOINT)) is not None and module.training
+            for name in _CHECKPOINTS
+            if (checkpoint := vars(module).get(name)) is not None
         ]
         with inside(self), _checkpoints.on(changes):
             yield
@@ -106,6 +107,9 @@ def _checkpointed(
     return checkpoint(in_pass, *args, **kwargs)
 
 
+_OF_CACHES: Final = frozenset(vars(DynamicCache()))
+
+
 class CacheOfRows(DynamicCache):
     """transformers' cache of a pass over a packed row, made of its keys and values when it is first used.
 
@@ -119,14 +123,18 @@ class CacheOfRows(DynamicCache):
         self._packed = config, stored, index
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_packed" or (packed := self.__dict__.pop("_packed", None)) is None:
+        if name not in _OF_CACHES or (packed := self.__dict__.pop("_packed", None)) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         config, stored, index = packed
         super().__init__(config=config)
         for layer, parts in sorted(stored.items()):
-            keys, values = (part[0][:, index].transpose(0, 1) for part in parts)
+            keys, values = (part[0][:, index.to(part.device)].transpose(0, 1) for part in parts)
             self.update(keys, values, layer)
         return getattr(self, name)
+
+
+_SUMMED_IN_PLACE: Final = 3072
+"""Most places of which PyTorch's embedding on a GPU sums gradients in their own dtype; on a CPU it always does."""
 
 
 def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
@@ -135,6 +143,8 @@ def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
     Places with the index ``tokens`` are padding: 0, and without a gradient. The gradient of a token is the sum of
     those of its places, summed in fp32 at least.
     """
-    tokens = hidden.shape[1]
+    tokens, dtype = hidden.shape[1], hidden.dtype
     padded = torch.nn.functional.pad(hidden[0], (0, 0, 0, 1))
-    return torch.nn.functional.embedding(index, padded, padding_idx=tokens)
+    if hidden.device.type == "cpu" or index.numel() <= _SUMMED_IN_PLACE:
+        padded = padded.to(torch.promote_types(dtype, torch.float32))
+    return torch.nn.functional.embedding(index.to(hidden.device), padded, padding_idx=tokens).to(dtype)

@@ -27,7 +27,7 @@ from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
-from .support import check_backward_hooks, check_decoder, check_settings, knows_distances_alone
+from .support import check_backward_hooks, check_decoder, check_length, check_settings, knows_distances_alone
 from .trie import Trie
 
 _LEAST_SHARE = 0.02
@@ -37,9 +37,16 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if not state.options.share_forward or cache_in(kwargs) is not None or torch.compiler.is_compiling():
+    if not state.options.share_forward or cache_in(kwargs) is not None or _is_transformed():
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
+
+
+def _is_transformed() -> bool:
+    """Whether the pass is compiled, traced, or transformed by `torch.func`: tokens then have no values, or others."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -50,8 +57,10 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-    given = named_arguments(names, args, kwargs) if args else dict(kwargs)
+    given = dict(kwargs)
+    if args:
+        names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        given = named_arguments(names, args, kwargs)
     if cache_in(given) is not None:
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
@@ -85,31 +94,35 @@ def _shared(
     options = state.options
     shows_states = given.get("output_hidden_states") or decoder.config.output_hidden_states  # which are not kept
     most = 0 if torch.is_grad_enabled() or shows_states else options.reused_bytes
-    batch = read_batch(decoder, given, least=1 if most else 2)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
+    check_settings(decoder, structure, given)
+    batch = read_batch(decoder, given, least=1 if most else 2)
+    if not batch.are_ids:  # of which nothing is kept
+        most = 0
     makes_cache = _makes_cache(decoder, given)
     batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most), moves=not makes_cache)
     report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
-    check_settings(decoder, structure, given, trie.longest)
+    check_length(decoder, trie.longest)
     if torch.is_grad_enabled():
         check_backward_hooks(structure.walk)
     _check_gain(options, trie, reuses=bool(most))
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
-    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=_makes_cache(decoder, given) or bool(most))
+    packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
     output = _run_packed(packed, original, structure, batch, trie, given)
     if hidden_before is not None:
         output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
-    if most and batch.are_ids:
+    if most:
         then = ModelThen.of(decoder, structure) if before is None else before.then
         hidden = output["last_hidden_state"]
         state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
-    if _makes_cache(decoder, given):
+    if makes_cache:
         own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
         output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
+    packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
 
 
@@ -124,14 +137,16 @@ def _run_packed(
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
+    output = None
     try:
         with packed.running(structure):
             output = original(**arguments)
+        _check_output(structure, packed, output)
     except Unsupported as error:
-        if packed.layers and structure.gathering is not None:  # others may wait in layers that would run again
+        ran = packed.layers or output is not None
+        if ran and structure.gathering is not None:  # others may wait in layers that would run again
             raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
         raise
-    _check_output(structure, packed, output)
     return output
 
 
@@ -189,6 +204,7 @@ def _of_rows(decoder: PreTrainedModel, output: Any, index: Tensor, given: dict[s
     output["last_hidden_state"] = to_rows(output["last_hidden_state"], index)
     if (states := output.get("hidden_states")) is not None:
         output["hidden_states"] = tuple(to_rows(layer, index) for layer in states)
+        output.move_to_end("hidden_states")  # after the cache, as in stock: the order of tuples
     asked = given.get("return_dict")
     return output if (decoder.config.return_dict if asked is None else asked) else output.to_tuple()
 
