@@ -27,8 +27,8 @@ class FastDecodeLM(HFLM):
     """lm-eval's `HFLM` with its model enabled: repeats share their prompt, and problems the examples in front of them.
 
     `pretrained` and further arguments are those of `HFLM`, or ``embedded``; `mode`, `sampler` and `reuse_prefix` those
-    of `hf_fastdecode.enable`, and a value that it refuses is an InputError. `reuse_prefix` is by default on for
-    batches of 1, whose calls have nothing else to share.
+    of `hf_fastdecode.enable`, and a value that it refuses is an InputError. `reuse_prefix` is by default on: a task's
+    examples are computed once, and not once for each batch.
     """
 
     def __init__(
@@ -37,19 +37,18 @@ class FastDecodeLM(HFLM):
         *,
         mode: Mode = "auto",
         sampler: Sampler = "auto",
-        reuse_prefix: bool | int | None = None,
+        reuse_prefix: bool | int = True,
         **arguments: Any,
     ):
         try:
-            Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix or False)
+            Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix)
         except ValueError as error:
             raise InputError(f"--model_args: {error}") from error
         _check_batch_size(arguments.get("batch_size"))
         if isinstance(pretrained, str):
             pretrained, arguments = _of_checkpoint(pretrained, arguments)
         super().__init__(pretrained, **arguments)
-        reuse = self.batch_size == 1 if reuse_prefix is None else reuse_prefix
-        enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse)
+        enable(self.model, mode=mode, sampler=sampler, reuse_prefix=reuse_prefix)
 
     def _get_backend(self, config: Any, *args: Any, **kwargs: Any) -> None:
         """Choose the model class as lm-eval does, or the text class of a multimodal model."""

@@ -111,26 +111,42 @@ _OF_CACHES: Final = frozenset(vars(DynamicCache()))
 
 
 class CacheOfRows(DynamicCache):
-    """transformers' cache of a pass over a packed row, made of its keys and values when it is first used.
+    """transformers' cache of a pass over a packed row, filled when it is first used.
 
     Args:
         config: The decoder's.
-        stored: Keys and values of each layer, ``[1, kv_heads, tokens, head_dim]``.
-        index: ``[rows, width]`` int64: which of these tokens each place has; for padding, any.
+        fill: Called with the cache, still empty.
     """
 
-    def __init__(self, config: PreTrainedConfig, stored: Layers, index: Tensor):
-        self._packed = config, stored, index
+    def __init__(self, config: PreTrainedConfig, fill: Callable[[CacheOfRows], None]):
+        self._made_by = config, fill, torch.is_grad_enabled()
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _OF_CACHES or (packed := self.__dict__.pop("_packed", None)) is None:
+        if name not in _OF_CACHES or (made_by := self.__dict__.pop("_made_by", None)) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        config, stored, index = packed
+        config, fill, with_gradients = made_by
         super().__init__(config=config)
-        for layer, parts in sorted(stored.items()):
-            keys, values = (part[0][:, index.to(part.device)].transpose(0, 1) for part in parts)
-            self.update(keys, values, layer)
+        with torch.set_grad_enabled(with_gradients):
+            fill(self)
         return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are filled: neither the pass nor the model is copied."""
+        self.layers  # noqa: B018
+        return super().__reduce_ex__(protocol)
+
+
+def fill(stored: Layers, index: Tensor, cache: CacheOfRows) -> None:
+    """Fill a cache with keys and values of a packed row.
+
+    Args:
+        stored: Those of each layer, ``[1, kv_heads, tokens, head_dim]``.
+        index: ``[rows, width]`` int64: which of these tokens each place has; ``tokens`` for padding, which gets any.
+    """
+    for layer, parts in sorted(stored.items()):
+        index = index.clamp(max=parts[0].shape[2] - 1).to(parts[0].device)
+        keys, values = (part[0][:, index].transpose(0, 1) for part in parts)
+        cache.update(keys, values, layer)
 
 
 _SUMMED_IN_PLACE: Final = 3072

@@ -1,12 +1,13 @@
 """Prefixes that passes without gradients keep for later ones (`reuse_prefix`): keys, values and last hidden states.
 
-A pass keeps the nodes that several of its rows read, and those kept before that it has used; where no rows share, it
-keeps them whole. So a prompt that all rows of many passes begin with, as an evaluation's examples, is computed once.
+A pass keeps the nodes that several of its rows read, or rows of the last pass, and those kept before that it has used.
+So a prompt that all rows of many passes begin with, as an evaluation's examples, is computed once, or twice where rows
+come one by one. Passes that share nothing run stock, and their ids alone are remembered until the next pass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,37 +50,42 @@ class Prefixes:
     Attributes:
         rows: The kept tokens in paths, with where they are stored.
         layers: Keys and values of the kept tokens.
-        hidden: ``[1, tokens, hidden_size]``: their last hidden states.
-        then: The decoder that computed them.
+        hidden: ``[1, tokens, hidden_size]``: their last hidden states; None if there are none.
+        then: The decoder that computed them, likewise.
+        seen: The rows of the last pass, if it kept none of their tokens.
     """
 
-    rows: list[Row]
-    layers: Layers
-    hidden: Tensor
-    then: ModelThen
+    rows: list[Row] = field(default_factory=list)
+    layers: Layers = field(default_factory=dict)
+    hidden: Tensor | None = None
+    then: ModelThen | None = None
+    seen: list[Row] = field(default_factory=list)
+
+    @property
+    def rows_and_seen(self) -> list[Row]:
+        return [*self.rows, *self.seen]
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None  # a copy of the model has other weights
 
     def at(self, trie: Trie) -> tuple[Layers, Tensor]:
         """Keys and values, and hidden states, of the stored nodes of a trie, in its order."""
+        assert self.hidden is not None
         chosen = np.concatenate([run.stored for run in trie.runs if run.stored is not None])
         return _selected(self.layers, self.hidden, chosen)
 
 
 def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: ModelThen, most: int) -> Prefixes | None:
-    """Keep what later passes may begin with; None if that is more than `most` bytes.
+    """Keep what later passes may begin with; None if that is nothing, or more than `most` bytes.
 
     Args:
         rows: Those of the batch.
         layers: Keys and values of all nodes' tokens.
         hidden: ``[1, tokens, hidden_size]`` of all nodes' tokens.
     """
-    chosen = list(range(len(trie.runs)))
-    if any(len(run.rows) > 1 for run in trie.runs):
-        chosen = [
-            number for number in chosen if len(trie.runs[number].rows) > 1 or trie.runs[number].stored is not None
-        ]
+    chosen = [number for number, run in enumerate(trie.runs) if run.repeats or run.stored is not None]
+    if not chosen:
+        return None
     nodes, total = trie.tree.nodes, hidden.shape[1]
     tokens = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in chosen])
     parts = [hidden, *(part for pair in layers.values() for part in pair)]

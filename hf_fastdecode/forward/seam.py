@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import CACHE, cache_in
+from .._compat import CACHE, cache_in, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
 from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
-from .packed import CacheOfRows, PackedPass, to_rows
+from .packed import CacheOfRows, PackedPass, fill, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import check_backward_hooks, check_decoder, check_length, check_settings, knows_distances_alone
@@ -92,38 +93,80 @@ def _shared(
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
-    shows_states = given.get("output_hidden_states") or decoder.config.output_hidden_states  # which are not kept
-    most = 0 if torch.is_grad_enabled() or shows_states else options.reused_bytes
+    not_kept = given.get("output_hidden_states") or decoder.config.output_hidden_states
+    not_kept = not_kept or given.get(NAMES.embeddings) is not None or torch.is_grad_enabled()
+    most = 0 if not_kept else options.reused_bytes
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
     batch = read_batch(decoder, given, least=1 if most else 2)
-    if not batch.are_ids:  # of which nothing is kept
-        most = 0
-    makes_cache = _makes_cache(decoder, given)
-    batch, before, trie = _found(state, decoder, structure, batch, reuses=bool(most), moves=not makes_cache)
-    report.rows, report.tokens, report.computed = len(batch.rows), trie.given, len(trie.places)
+    before = _before(state, decoder, structure) if most else None
+    moved, trie = _found(options, decoder, structure, batch, before)
+    report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
     check_length(decoder, trie.longest)
     if torch.is_grad_enabled():
         check_backward_hooks(structure.walk)
-    _check_gain(options, trie, reuses=bool(most))
+    try:
+        _check_gain(options, trie)
+    except Unsupported:
+        if most:
+            state.kept_forward = replace(before or Prefixes(), seen=batch.rows)
+        raise
+    makes_cache = _makes_cache(decoder, given)
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
     packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
-    output = _run_packed(packed, original, structure, batch, trie, given)
+    output = _run_packed(packed, original, structure, moved, trie, given)
+    hidden = output["last_hidden_state"]
     if hidden_before is not None:
-        output["last_hidden_state"] = torch.cat([hidden_before, output["last_hidden_state"]], 1)
+        hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
     if most:
-        then = ModelThen.of(decoder, structure) if before is None else before.then
-        hidden = output["last_hidden_state"]
-        state.kept_forward = keep(batch.rows, trie, packed.stored, hidden, then, most) or before
+        then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
+        state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
-    index = torch.from_numpy(trie.index).to(output["last_hidden_state"].device)
+    index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        own = {layer: packed.stored[layer] for layer in structure.layout.per_token}
-        output[CACHE] = CacheOfRows(decoder.config, own, index.clamp(max=trie.tree.kept + len(trie.places) - 1))
+        of_stock = partial(_fill_by_stock, original, given)
+        of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
+        output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
     packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
+
+
+def _fill_by_stock(original: Callable[..., Any], given: dict[str, Any], cache: Any) -> None:
+    """Fill a cache by the decoder's own pass: its positions count padding, as those do at which it is continued."""
+    original(**with_cache(given | {"use_cache": True}, cache))
+
+
+def _before(state: ModelState, decoder: PreTrainedModel, structure: Structure) -> Prefixes | None:
+    """What earlier passes have kept, and the rows of the last one, if the decoder would compute the same."""
+    before = state.kept_forward
+    if not isinstance(before, Prefixes):
+        return None
+    return before if before.then is None or before.then.is_now(decoder, structure) else None
+
+
+def _found(
+    options: Options, decoder: PreTrainedModel, structure: Structure, batch: Batch, before: Prefixes | None
+) -> tuple[Batch, Trie]:
+    """The batch, without offsets of positions if it then shares more, and what its rows and earlier ones share."""
+    kept = before.rows_and_seen if before is not None else ()
+    find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
+    trie = find(batch, kept=kept)
+    if batch.counts_padding and structure.kept("offsets", lambda: knows_distances_alone(decoder)):
+        moved = find(batch.without_offsets, kept=kept)
+        if moved.saved >= trie.saved + options.fewest_saved:
+            batch, trie = batch.without_offsets, moved
+    return batch, trie if len(trie.places) else find(batch)  # the decoder runs over at least one token
+
+
+def _check_gain(options: Options, trie: Trie) -> None:
+    """Raise `Unsupported` if a pass saves too little, now or for later ones."""
+    needed = options.fewest_saved
+    if options.min_saved_tokens == "auto":
+        needed = max(needed, int(_LEAST_SHARE * trie.given))
+    if trie.saved + trie.repeated < needed:
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
 
 
 def _run_packed(
@@ -148,41 +191,6 @@ def _run_packed(
             raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
         raise
     return output
-
-
-def _found(
-    state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch, *, reuses: bool, moves: bool
-) -> tuple[Batch, Prefixes | None, Trie]:
-    """The batch as it shares most, what an earlier pass has kept, if it holds, and what rows and kept ones share.
-
-    Offsets are not moved in passes that return a cache, whose keys have positions that later passes count on from.
-    """
-    options, before = state.options, None
-    if reuses and batch.are_ids and isinstance(found := state.kept_forward, Prefixes):
-        before = found if found.then.is_now(decoder, structure) else None
-    kept = before.rows if before is not None else ()
-    find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
-    trie = find(batch, kept=kept)
-    moves = moves and batch.counts_padding
-    moves = moves and structure.kept("offsets", lambda: knows_distances_alone(decoder, structure))
-    if moves and (moved := find(batch.without_offsets, kept=kept)).saved >= trie.saved + options.fewest_saved:
-        batch, trie = batch.without_offsets, moved
-    if not len(trie.places):  # the decoder runs over at least one token
-        return batch, before, find(batch)
-    return batch, before, trie
-
-
-def _check_gain(options: Options, trie: Trie, *, reuses: bool) -> None:
-    """Raise `Unsupported` if a pass saves too little, now or for later ones."""
-    needed = options.fewest_saved
-    if reuses:
-        if trie.longest < needed:
-            raise Unsupported(f"the longest row has {trie.longest} tokens, and {needed} are worth keeping")
-        return
-    if options.min_saved_tokens == "auto":
-        needed = max(needed, int(_LEAST_SHARE * trie.given))
-    if trie.saved < needed:
-        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
 
 
 def _check_output(structure: Structure, packed: PackedPass, output: Any) -> None:

@@ -6,7 +6,6 @@ from types import BuiltinFunctionType
 from typing import Any, Final
 
 import torch.nn.functional as F
-from torch import nn
 from transformers import PreTrainedModel
 
 from .._compat import global_backward_hooks
@@ -35,14 +34,23 @@ def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
     check_state(structure.walk, keeps_cache=False)
 
 
-def knows_distances_alone(decoder: PreTrainedModel, structure: Structure) -> bool:
-    """Whether positions of a row may all be moved by one offset: rotary embeddings, and no table of positions."""
-    config, own = decoder.config.get_text_config(decoder=True), own_code_of(type(decoder))
-    if (own is not None and own.scales_from(config) is not None) or rope_limit(config) is not None:
-        return False
-    tables = {module for module in structure.walk.modules if isinstance(module, nn.Embedding)}
-    rotary = any("RotaryEmbedding" in kind.__name__ for kind in structure.walk.classes)
-    return rotary and tables <= {decoder.get_input_embeddings()}
+_KNOW_DISTANCES_ALONE: Final = frozenset(
+    {
+        *("apertus", "arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
+        *("glm4", "gpt_neox", "gpt_oss", "granite", "granitemoe", "helium", "llama", "mistral", "mixtral", "nemotron"),
+        *("olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+"""Model types with rotary embeddings, whose code reads positions for nothing else, and has no weights per channel
+after the rotation."""
+
+
+def knows_distances_alone(decoder: PreTrainedModel) -> bool:
+    """Whether positions of a row may all be moved by one offset."""
+    of_transformers = type(decoder).__module__.startswith("transformers.models.")
+    known = of_transformers and decoder.config.model_type in _KNOW_DISTANCES_ALONE
+    return known and rope_limit(decoder.config) is None
 
 
 _COMPOSABLE_CHECKPOINT: Final = "torch.distributed._composable.checkpoint_activation"

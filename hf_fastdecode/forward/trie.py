@@ -3,14 +3,14 @@
 Rows are sorted, so that those which begin alike are neighbours, and the tokens that two neighbours share tell the
 whole trie. A node is a run of tokens that the same rows read; sharing that saves too little is left out, since each
 level of the trie adds calls of attention operators to each layer. The distinct tokens, node after node in depth-first
-order, are the packed row; an index says which of them each place of the batch is. Rows of which an earlier pass has
-kept all tokens take part, without a place in the batch: nodes of tokens that one of them has are not computed again.
+order, are the packed row; an index says which of them each place of the batch is. Rows of earlier passes take part,
+without a place in the batch: nodes of tokens that one of them has stored are not computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class Row(NamedTuple):
         keys: ``[length]``: ids, or other numbers that are equal for equal tokens.
         position: The first one's position; the others count on from it.
         column: The first one's column in the batch.
-        stored: ``[length]``: where an earlier pass has stored them, for a row that is not in the batch.
+        stored: ``[length]``: where an earlier pass has stored them, for a row of that; None if it has not.
     """
 
     keys: Numbers
@@ -47,6 +47,7 @@ class Run:
         first: Its first token's index in its rows.
         length: Its tokens.
         rows: The rows of the batch that read it.
+        repeats: Whether other rows do, too, or rows of earlier passes did.
         stored: Where its tokens are stored; None where they are to be computed.
     """
 
@@ -54,6 +55,7 @@ class Run:
     first: int
     length: int
     rows: Sequence[int]
+    repeats: bool
     stored: Numbers | None
 
 
@@ -85,6 +87,11 @@ class Trie:
         """Tokens that are not computed, because another row, or an earlier pass, has them."""
         return self.given - len(self.places)
 
+    @property
+    def repeated(self) -> int:
+        """Tokens to compute that an earlier pass has computed and not stored."""
+        return sum(run.length for run in self.runs if run.repeats and len(run.rows) == 1 and run.stored is None)
+
 
 class _Group(NamedTuple):
     """Neighbouring rows, of which the first `depth` tokens are in nodes, the last of them `parent`."""
@@ -101,7 +108,7 @@ def build_trie(rows: Sequence[Row], width: int, *, least: int, saving: int, kept
     Args:
         least: Shortest run of tokens of several rows that becomes a node.
         saving: Tokens that a node of several rows must save.
-        kept: Rows that an earlier pass has stored.
+        kept: Rows of earlier passes.
     """
     runs = _stored_first(_runs([*rows, *kept], len(rows), least, saving))
     nodes, places, positions = [], [], []
@@ -127,7 +134,7 @@ def build_trie(rows: Sequence[Row], width: int, *, least: int, saving: int, kept
 
 
 def _runs(rows: Sequence[Row], in_batch: int, least: int, saving: int) -> list[Run]:
-    """The nodes that rows of the batch read, in depth-first order; the rows after the first `in_batch` are stored."""
+    """The nodes that rows of the batch read, in depth-first order; those after the first `in_batch` are earlier."""
     order = sorted(range(len(rows)), key=lambda row: _sorted_by(rows[row]))
     common = [0, *(_common(rows[one], rows[other]) for one, other in pairwise(order))]
     lengths = [len(rows[row].keys) for row in order]
@@ -146,9 +153,9 @@ def _runs(rows: Sequence[Row], in_batch: int, least: int, saving: int) -> list[R
         parent = group.parent
         if length:
             parent = len(runs)
-            found = next((rows[row].stored for row in members if row >= in_batch), None)
-            stored = None if found is None else found[group.depth : shared]
-            runs.append(Run(group.parent, group.depth, length, reading, stored))
+            found = [places for row in members if (places := rows[row].stored) is not None]
+            stored = found[0][group.depth : shared] if found else None
+            runs.append(Run(group.parent, group.depth, length, reading, len(members) > 1, stored))
         if len(members) > 1:
             parts = _split(group._replace(depth=shared, parent=parent), common, shared + 1)
             waiting += [part for part in parts if lengths[part.stop - 1] > shared]  # others have no further token
@@ -167,7 +174,7 @@ def _stored_first(runs: Sequence[Run]) -> tuple[Run, ...]:
     order = sorted(range(len(runs)), key=lambda number: runs[number].stored is None)
     new = {-1: -1} | {number: place for place, number in enumerate(order)}
     in_order = [runs[number] for number in order]
-    return tuple([Run(new[run.parent], run.first, run.length, run.rows, run.stored) for run in in_order])
+    return tuple([replace(run, parent=new[run.parent]) for run in in_order])
 
 
 def _sorted_by(row: Row) -> tuple[int, bytes]:

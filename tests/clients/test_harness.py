@@ -99,7 +99,7 @@ def test_the_model_is_in_lm_evals_registry():
     ("arguments", "reuse", "mode"),
     [
         ("batch_size=1", True, "auto"),
-        ("batch_size=4", False, "auto"),
+        ("batch_size=4", True, "auto"),
         ("batch_size=1,reuse_prefix=False,mode=eager", False, "eager"),
         ("batch_size=4,reuse_prefix=1000000", 1000000, "auto"),
     ],

@@ -129,7 +129,7 @@ def inputs_of(name: str, model: PreTrainedModel, side: str) -> dict[str, Any]:
         key: torch.randn(shape, generator=generator) for key, shape in INPUTS.get(name, {}).items()
     }
     if "use_cache" in inspect.signature(type(model).forward).parameters:
-        other["use_cache"] = False  # with a cache to return, rows behind other padding share nothing
+        other["use_cache"] = False
     if INPUTS.get(name) and model.main_input_name != "input_ids":
         text = {key: value for key, value in text.items() if key.startswith("decoder_")}
     return text | other

@@ -60,14 +60,21 @@ def exact(model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome]) -> 
     return exact_of(in_doubles(copy.deepcopy(model)), run)
 
 
+def checkpoint(model: PreTrainedModel, *, use_reentrant: bool) -> None:
+    """Let a model compute its layers again for gradients."""
+    newer = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
+
+
 def in_doubles(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself in float64.
 
     Without grouped products of experts, which PyTorch does not have of float64, and without checkpoints, which compute
     layers again outside `InDoubles`.
     """
-    if model.is_gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
     model.set_experts_implementation("eager")
     return model.double()
 

@@ -16,17 +16,13 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.structure import Structure
 
 from ..generation.fused.half_models import DEVICE, counting, half
+from .comparison import checkpoint
 
 
 @pytest.fixture(autouse=True)
 def fused_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are interpreted on a CPU, where passes would leave them out."""
     monkeypatch.setattr(Structure, "fused", property(lambda self: FusedModules(self._model)))
-
-
-def checkpoint(model: nn.Module, **how: bool) -> None:
-    newer = getattr(model, "activation_checkpointing_enable", None)  # from transformers 5.23 on
-    (newer or model.gradient_checkpointing_enable)(how)
 
 
 def gradients(model: nn.Module, ids: Tensor) -> Tensor:

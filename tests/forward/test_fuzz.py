@@ -72,7 +72,7 @@ def check(name, batch):
     if faults(ours, [stock], oracle):
         assert not faults(ours, [stock, *other_orders(model, batch)], oracle), report
     # Of the returned cache, positions are those of stock.
-    offsets = name in AT_OFFSETS or (name != "opt" and batch.use_cache is not False)
+    offsets = name in AT_OFFSETS
     tokens, distinct = sum(map(len, batch.rows)), batch.distinct(offsets=offsets)
     if len(batch.rows) == 1 or distinct == tokens:
         assert report.path == "stock", report

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 
 from ..tiny_models import tiny_model
 
@@ -46,3 +47,20 @@ def test_positions_from_the_first_token_share_in_tables_too() -> None:
     seen = given["attention_mask"].bool()
     torch.testing.assert_close(model(**given).logits[seen], stock(**given).logits[seen], rtol=0, atol=3e-6)
     assert fd.explain(model).last_forward.computed == 58
+
+
+def test_a_cache_has_positions_that_count_padding() -> None:
+    """It is filled by the decoder's own pass, so that it is continued as stock's is."""
+    model = tiny_model("llama-gqa").eval()
+    given, last = padded(model.config.vocab_size), torch.tensor([[5], [6], [7], [8]])
+    mask = torch.cat([given["attention_mask"], torch.ones(4, 1, dtype=torch.long)], 1)
+    found = []
+    for enabled in (False, True):
+        if enabled:
+            fd.enable(model, min_saved_tokens=1)
+        with torch.no_grad():
+            output = model(**given)
+            shared = enabled and fd.explain(model).last_forward.computed
+            found.append(model(last, attention_mask=mask, **{CACHE: output[CACHE]}).logits)
+    assert shared == 58
+    torch.testing.assert_close(*found, rtol=0, atol=3e-6)

@@ -64,16 +64,34 @@ def test_examples_are_computed_once(model):
     check(model, questions(4), computed=4 * 6, kept=SHOTS + QUESTION)
 
 
+def check_stock(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(ids)
+    assert fd.explain(model).last_forward.path == "stock"
+
+
 def test_one_row_at_a_time(model):
+    """The first pass has nothing to share, and is remembered; the second computes what the third then finds."""
     rows = questions(1)
-    check(model, rows[:1], computed=166, kept=0)
-    check(model, rows[1:2], computed=6, kept=SHOTS + QUESTION)
+    check_stock(model, rows[:1])
+    check(model, rows[1:2], computed=166, kept=0)
+    check(model, rows[2:3], computed=6, kept=SHOTS + QUESTION)
     check(model, questions(2)[:1], computed=QUESTION + 6, kept=SHOTS)
+    check(model, questions(2)[1:2], computed=QUESTION + 6, kept=SHOTS)
+    check(model, questions(2)[2:3], computed=QUESTION + 6, kept=SHOTS)
 
 
-def test_all_tokens_kept_are_computed_again(model):
-    check(model, questions(1)[:1], computed=166, kept=0)
-    check(model, questions(1)[:1], computed=166, kept=0)
+def test_passes_that_share_nothing_run_stock(model):
+    for seed in range(3):
+        check_stock(model, drawn(2 * 90, seed).view(2, 90))
+
+
+def test_rows_of_which_all_tokens_are_kept_run_stock(model):
+    row = questions(1)[:1]
+    check_stock(model, row)
+    check(model, row, computed=166, kept=0)
+    check_stock(model, row)
+    check(model, questions(1)[1:2], computed=6, kept=SHOTS + QUESTION)
 
 
 def test_a_cache_of_a_pass_with_kept_tokens(model):
