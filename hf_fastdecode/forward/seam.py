@@ -93,9 +93,7 @@ def _shared(
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
-    not_kept = given.get("output_hidden_states") or decoder.config.output_hidden_states
-    not_kept = not_kept or given.get(NAMES.embeddings) is not None or torch.is_grad_enabled()
-    most = 0 if not_kept else options.reused_bytes
+    most = _most_kept(options, decoder, given)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
@@ -167,6 +165,13 @@ def _check_gain(options: Options, trie: Trie) -> None:
         needed = max(needed, int(_LEAST_SHARE * trie.given))
     if trie.saved + trie.repeated < needed:
         raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
+
+
+def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
+    """Bytes that the pass may keep for later ones: last hidden states of ids alone, without gradients."""
+    if torch.is_grad_enabled() or given.get(NAMES.embeddings) is not None:
+        return 0
+    return 0 if given.get("output_hidden_states") or decoder.config.output_hidden_states else options.reused_bytes
 
 
 def _run_packed(

@@ -148,15 +148,6 @@ def test_embeddings_under_another_default_device():
     torch.testing.assert_close(found, model(**CALL).logits[REAL])
 
 
-def test_embeddings_are_not_kept():
-    model = tiny_model()
-    embeddings = model.get_input_embeddings()(IDS[:1]).detach()
-    with sharing(model, reuse_prefix=True), torch.no_grad():
-        for _ in range(3):
-            model(inputs_embeds=embeddings, use_cache=False)
-            assert report_of(model).path == "stock"
-
-
 def test_attention_of_pytorch_that_is_replaced(monkeypatch):
     """As by PyTorch's context parallelism, in which a process has only a part of each row."""
     own = F.scaled_dot_product_attention
