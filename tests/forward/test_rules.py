@@ -16,7 +16,7 @@ from hf_fastdecode._compat import CACHE
 
 from ..module_calls import before_calls
 from ..tiny_models import ARCHITECTURES, ragged_prompts, tiny_model
-from .comparison import compared, exact, faults, gradients, in_doubles, projection, report_of, sharing
+from .comparison import checkpoint, compared, exact, faults, gradients, in_doubles, projection, report_of, sharing
 
 LENGTHS, SHARED = (50, 50, 44), 40
 ROWS = ragged_prompts(*LENGTHS, shared=SHARED)
@@ -323,17 +323,12 @@ def test_random_numbers_stay_as_in_stock():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def enable_checkpoints(model, reentrant):
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # renamed in 5.23
-    enable({"use_reentrant": reentrant})
-
-
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt_oss", "gemma2", "gpt2"])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(name, reentrant):
     none = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0} if name == "gpt2" else {}
     model = tiny_model(name, **none).train()
-    enable_checkpoints(model, reentrant)
+    checkpoint(model, use_reentrant=reentrant)
     model.enable_input_require_grads()
     check_shared(model, distinct=WITH_OTHER_POSITIONS if name == "gpt2" else DISTINCT)
 
@@ -342,7 +337,7 @@ def test_gradient_checkpointing(name, reentrant):
 def test_layers_are_recomputed_after_disable(reentrant):
     """In the pass that they were computed in, whatever has run since, and in another thread too."""
     model = tiny_model().train()
-    enable_checkpoints(model, reentrant)
+    checkpoint(model, use_reentrant=reentrant)
     model.enable_input_require_grads()
 
     def run(model):
