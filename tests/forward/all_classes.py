@@ -1,11 +1,11 @@
 """``python -m tests.forward.all_classes [CLASS ...]``: forward and backward passes of all decoders beside stock's.
 
 Generating classes and those that classify sequences, as tiny random models in fp32 on the CPU. Each is called over
-rows that begin alike, padded on the left and on the right; so are the decoder inside and, where this is another
-module, the model without its head. Prints each class's verdict: ``shared``; ``stock`` with the reasons; ``wrong``,
-outputs or gradients farther from float64 than `comparison` allows; ``crashed``, raised where stock does not;
-``blind``, tokens do not depend on what is shared; ``not compared``, stock is not built, or not run with these inputs.
-The exit code is 1 when any class is wrong, crashed or blind.
+rows that begin alike, padded on the left and on the right, with and without gradients; so are the decoder inside and,
+where this is another module, the model without its head. Prints each class's verdict: ``shared``; ``stock`` with the
+reasons; ``wrong``, outputs or gradients farther from float64 than `comparison` allows; ``crashed``, raised where stock
+does not; ``blind``, tokens do not depend on what is shared; ``not compared``, stock is not built, or not run with
+these inputs. The exit code is 1 when any class is wrong, crashed or blind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,10 @@ def verdict_on(name: str) -> Verdict:
     for part in parts:
         for side in ("left", "right"):
             inputs = inputs_of(name if part == "model" else "", parts[part], side)
-            found[f"{part}, {side}"] = _verdict(parts[part], doubles[part], inputs)
+            with_gradients, without = _verdicts(parts[part], doubles[part], inputs)
+            found[f"{part}, {side}"] = with_gradients
+            if without != with_gradients:
+                found[f"{part}, {side}, no gradients"] = without
     kinds = {verdict.kind for verdict in found.values()}
     kind = next(one for one in (*_FAILURES, "shared", "stock", "not compared") if one in kinds)
     reasons: dict[str, list[str]] = {}
@@ -139,16 +142,35 @@ def _moved_right(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([row.roll(-int(len(row) - real.sum())) for row, real in zip(values, mask, strict=True)])
 
 
-def _verdict(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str, Any]) -> Verdict:
-    run = _run_with(inputs)
+def _verdicts(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str, Any]) -> tuple[Verdict, Verdict]:
+    """The verdicts on passes with and without gradients."""
+    run = partial(_run, inputs=inputs)
     try:
         stock = run(model)
     except Exception as error:
-        return Verdict("not compared", _line(error))
+        return (Verdict("not compared", _line(error)),) * 2
     try:
-        oracle = exact_of(doubles, _run_with(_doubled(inputs)))
+        oracle = _exact(doubles, _doubled(inputs))
     except Exception as error:
-        return Verdict("not compared", f"in float64: {_line(error)}")
+        return (Verdict("not compared", f"in float64: {_line(error)}"),) * 2
+    if not all(value.isfinite().all() for value in oracle.values()):
+        return (Verdict("not compared", "stock gives NaN"),) * 2
+    with_gradients = _verdict(model, run, stock, oracle, inputs)
+    run, output = torch.no_grad()(run), {"output": stock["output"]}
+    return with_gradients, _verdict(model, run, output, {"output": oracle["output"]}, inputs)
+
+
+def _exact(doubles: PreTrainedModel, inputs: dict[str, Any]) -> Outcome:
+    run = partial(_run, inputs=inputs)
+    try:
+        return exact_of(doubles, run)
+    except RuntimeError:  # where transformers needs its float32
+        return run(doubles)
+
+
+def _verdict(
+    model: PreTrainedModel, run: Callable[[PreTrainedModel], Outcome], stock: Outcome, oracle: Outcome, inputs: Any
+) -> Verdict:
     try:
         with sharing(model):
             ours, report = run(model), report_of(model)
@@ -168,25 +190,21 @@ def _verdict(model: PreTrainedModel, doubles: PreTrainedModel, inputs: dict[str,
     return Verdict("stock", reason)
 
 
-def _run_with(inputs: dict[str, Any]) -> Callable[[PreTrainedModel], Outcome]:
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Outcome:
+    """Outputs of real tokens, and gradients."""
     real = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
-
-    def run(model: PreTrainedModel) -> Outcome:
-        output = model(**inputs)
-        value = _main_output(output)
-        if real is not None and value.shape[:2] == real.shape:
-            value = value[real.bool()]
-        found = {"output": value}
-        return {"output": value.detach()} | gradients(model, projection(found))
-
-    return run
+    value = _main_output(model(**inputs))
+    if real is not None and value.shape[:2] == real.shape:
+        value = value[real.bool()]
+    found = {"output": value.detach()}
+    return found | gradients(model, projection({"output": value})) if value.requires_grad else found
 
 
 def _main_output(output: Any) -> Tensor:
     for name in ("logits", "last_hidden_state"):
         if isinstance(value := getattr(output, name, None), Tensor):
             return value
-    return next(value for value in output.values() if isinstance(value, Tensor) and value.requires_grad)
+    return next(value for value in output.values() if isinstance(value, Tensor) and value.is_floating_point())
 
 
 def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -199,9 +217,8 @@ def _doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 def _reads_padding(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
     """Whether stock gives other outputs for other ids in padding."""
     others = {**inputs, "input_ids": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 9)}
-    return not all(
-        torch.equal(_run_with(one)(model)["output"], _run_with(inputs)(model)["output"]) for one in [others]
-    )
+    with torch.no_grad():
+        return not torch.equal(_run(model, others)["output"], _run(model, inputs)["output"])
 
 
 def _is_blind(model: PreTrainedModel, inputs: dict[str, Any], stock: Outcome) -> bool:
@@ -209,7 +226,8 @@ def _is_blind(model: PreTrainedModel, inputs: dict[str, Any], stock: Outcome) ->
     ids = inputs["input_ids"].clone()
     begins = (inputs["attention_mask"].cumsum(-1) <= _SHARED // 2) & inputs["attention_mask"].bool()
     ids[begins] = 99 - ids[begins]
-    other = _run_with(inputs | {"input_ids": ids})(model)["output"]
+    with torch.no_grad():
+        other = _run(model, inputs | {"input_ids": ids})["output"]
     behind = (inputs["attention_mask"].cumsum(-1) > _SHARED)[inputs["attention_mask"].bool()]
     if len(other) != len(behind):  # an output for each row
         behind = torch.ones(len(other), dtype=torch.bool)
