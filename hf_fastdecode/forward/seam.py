@@ -45,7 +45,7 @@ def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs
 
 def _is_transformed() -> bool:
     """Whether the pass is compiled, traced, or transformed by `torch.func`: tokens then have no values, or others."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return True
     return torch._C._functorch.peek_interpreter_stack() is not None
 

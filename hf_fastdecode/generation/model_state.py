@@ -54,12 +54,12 @@ class ModelState:
                 "generate have"
             )
         self.options = options
-        self.owner = None if owner is None else owner.methods.key  # which copies of both share
         self.last_call: CallReport | None = None
         self.last_forward: ForwardReport | None = None
         self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
+        self.owner = None if owner is None else owner.methods.key  # which copies of both share
         self.captures = Captures()
         self.structure = KeptStructure()
         self.prefix_store = PrefixStore()
