@@ -23,7 +23,7 @@ _POSITIONS_OF_MASKS: Final = frozenset({"opt"})
 
 _READ: Final = frozenset({*NAMES, "use_cache", "output_hidden_states", "return_dict"})
 WITHOUT_EFFECT: Final = frozenset({"num_items_in_batch", "cache_position", "logits_to_keep", "labels", "shift_labels"})
-"""Arguments that losses and heads read, and trainers hand on to the decoder, and what tells the slots of a cache."""
+"""Arguments of losses, heads and cache slots, which trainers hand on to decoders, and which those ignore."""
 
 
 @dataclass(frozen=True)

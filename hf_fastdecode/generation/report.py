@@ -239,7 +239,7 @@ class ForwardReport:
         reason: Reason for this path, or the error raised.
         rows: Rows given; 0 if the pass fell back to stock before they were compared.
         tokens: Real tokens given in all rows, without padding.
-        computed: Tokens that ran through the layers, or would have: each that rows share once.
+        computed: Distinct tokens, which ran through the layers, or would have.
         kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`).
     """
 
