@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import CACHE, cache_in, with_cache
+from .._compat import CACHE, cache_in, local_part, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
@@ -28,7 +28,14 @@ from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
-from .support import check_backward_hooks, check_decoder, check_length, check_settings, knows_distances_alone
+from .support import (
+    check_backward_hooks,
+    check_decoder,
+    check_labels,
+    check_length,
+    check_settings,
+    knows_distances_alone,
+)
 from .trie import Trie
 
 _LEAST_SHARE = 0.02
@@ -103,10 +110,11 @@ def _shared(
     report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
     check_length(decoder, trie.longest)
+    check_labels(batch)
     if torch.is_grad_enabled():
         check_backward_hooks(structure.walk)
     try:
-        _check_gain(options, trie)
+        _check_gain(options, trie, counts_padding=moved.counts_padding and moved is batch)
     except Unsupported:
         if most:
             state.kept_forward = replace(before or Prefixes(), seen=batch.rows)
@@ -124,16 +132,27 @@ def _shared(
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        of_stock = partial(_fill_by_stock, original, given)
+        of_stock = partial(_fill_by_stock, decoder, original, given, _versions(decoder))
         of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
     packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
 
 
-def _fill_by_stock(original: Callable[..., Any], given: dict[str, Any], cache: Any) -> None:
+def _fill_by_stock(
+    decoder: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], versions: list[int], cache: Any
+) -> None:
     """Fill a cache by the decoder's own pass: its positions count padding, as those do at which it is continued."""
+    if versions != _versions(decoder):
+        raise RuntimeError(
+            "weights have changed since the pass of this cache, which is filled when it is first read; read it "
+            "before, or give the pass position_ids that count from each row's first token"
+        )
     original(**with_cache(given | {"use_cache": True}, cache))
+
+
+def _versions(decoder: PreTrainedModel) -> list[int]:
+    return [tensor_version(local_part(weight)) for weight in decoder.parameters()]
 
 
 def _before(state: ModelState, decoder: PreTrainedModel, structure: Structure) -> Prefixes | None:
@@ -158,13 +177,14 @@ def _found(
     return batch, trie if len(trie.places) else find(batch)  # the decoder runs over at least one token
 
 
-def _check_gain(options: Options, trie: Trie) -> None:
+def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
     """Raise `Unsupported` if a pass saves too little, now or for later ones."""
     needed = options.fewest_saved
     if options.min_saved_tokens == "auto":
         needed = max(needed, int(_LEAST_SHARE * trie.given))
     if trie.saved + trie.repeated < needed:
-        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
+        remedy = "position_ids that count from each row's first token may share more" if counts_padding else None
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay", remedy)
 
 
 def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:

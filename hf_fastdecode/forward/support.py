@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import BuiltinFunctionType
 from typing import Any, Final
 
+import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
@@ -12,9 +13,11 @@ from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
 from ..generation.foreign_code import defining_module, name_of, role_of
+from ..generation.forward_pass import labels_of_pass
 from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+from .rows import Batch
 
 _WHY: Final = "which would see distinct tokens packed into one row"
 
@@ -79,6 +82,19 @@ def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[s
         raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):  # as by PyTorch's context parallelism
         raise Unsupported("torch.nn.functional.scaled_dot_product_attention is replaced, and would not be called")
+
+
+def check_labels(batch: Batch) -> None:
+    """Raise `Unsupported` if the model's labels count a token that stock predicts from padding, of which we have 0."""
+    labels = labels_of_pass()
+    if labels is None or labels.shape != batch.inputs.shape[:2]:
+        return
+    behind = [(number, row.column) for number, row in enumerate(batch.rows) if row.column and len(row.keys)]
+    if behind and bool((labels[tuple(torch.tensor(behind).T)] >= 0).any()):
+        raise Unsupported(
+            "labels count the first token behind left padding, which stock predicts from padding",
+            "mask that label (-100), or pad on the right",
+        )
 
 
 def check_length(decoder: PreTrainedModel, longest: int) -> None:
