@@ -24,7 +24,7 @@ from .generation.model_state import STATE_LOCK, ModelState, generates, last_forw
 from .generation.options import FuseProjections, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
-from .generation.report import Report
+from .generation.report import ForwardReport, Report
 from .generation.support import check_model
 from .instance_methods import STATE_ATTRIBUTE
 from .log import logger
@@ -237,9 +237,20 @@ def explain(model: nn.Module) -> Report:
         layer_count=len(layout.layers) or None,
         model_reason=reason_of(check_model, inner, layout) if can_generate else "it does not generate",
         last_call=model_state.last_call if model_state else None,
-        last_forward=last_forward_of(inner),
+        last_forward=_last_forward(inner, model_state),
         generates=can_generate,
     )
+
+
+def _last_forward(model: PreTrainedModel, model_state: ModelState | None) -> ForwardReport | None:
+    """The report of the last pass, or why none can share."""
+    if model_state is None or (found := last_forward_of(model)) is not None:
+        return None if model_state is None else found
+    if not model_state.options.share_forward:
+        return ForwardReport(reason="share_forward=False")
+    if decoder_of(model) is None:
+        return ForwardReport(reason="it has no decoder of text whose tokens attend to earlier ones alone")
+    return None
 
 
 def prefill(

@@ -22,8 +22,8 @@ from .attention import attend
 from .nodes import Tree
 from .reuse import Layers
 
-_CHECKPOINT: Final = "_gradient_checkpointing_func"
-"""Attribute of transformers' modules with the function that checkpoints them."""
+_CHECKPOINTS: Final = "_gradient_checkpointing_func", "checkpoint_fn"
+"""Attributes with the function that checkpoints: of transformers' modules, and of PyTorch's `CheckpointWrapper`."""
 
 _checkpoints = Switch(replaces=True)
 
@@ -62,9 +62,10 @@ class PackedPass(RowLengths):
         """Context of the pass, into which checkpointed layers return when they are computed again for gradients."""
         inside = partial(_inside, configs=structure.configs, fused=structure.fused)
         changes = [
-            Change(module, _CHECKPOINT, partial(_checkpointed, inside, checkpoint))
+            Change(module, name, partial(_checkpointed, inside, checkpoint))
             for module in structure.walk.modules
-            if (checkpoint := vars(module).get(_CHECKPOINT)) is not None and module.training
+            for name in _CHECKPOINTS
+            if (checkpoint := vars(module).get(name)) is not None
         ]
         with inside(self), _checkpoints.on(changes):
             yield
@@ -106,6 +107,9 @@ def _checkpointed(
     return checkpoint(in_pass, *args, **kwargs)
 
 
+_OF_CACHES: Final = frozenset(vars(DynamicCache()))
+
+
 class CacheOfRows(DynamicCache):
     """transformers' cache of a pass over a packed row, filled when it is first used.
 
@@ -118,13 +122,18 @@ class CacheOfRows(DynamicCache):
         self._made_by = config, fill, torch.is_grad_enabled()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_made_by" or (made_by := self.__dict__.pop("_made_by", None)) is None:
+        if name not in _OF_CACHES or (made_by := self.__dict__.pop("_made_by", None)) is None:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         config, fill, with_gradients = made_by
         super().__init__(config=config)
         with torch.set_grad_enabled(with_gradients):
             fill(self)
         return getattr(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies are filled: neither the pass nor the model is copied."""
+        self.layers  # noqa: B018
+        return super().__reduce_ex__(protocol)
 
 
 def fill(stored: Layers, index: Tensor, cache: CacheOfRows) -> None:
@@ -135,8 +144,13 @@ def fill(stored: Layers, index: Tensor, cache: CacheOfRows) -> None:
         index: ``[rows, width]`` int64: which of these tokens each place has; ``tokens`` for padding, which gets any.
     """
     for layer, parts in sorted(stored.items()):
-        keys, values = (part[0][:, index.clamp(max=part.shape[2] - 1)].transpose(0, 1) for part in parts)
+        index = index.clamp(max=parts[0].shape[2] - 1).to(parts[0].device)
+        keys, values = (part[0][:, index].transpose(0, 1) for part in parts)
         cache.update(keys, values, layer)
+
+
+_SUMMED_IN_PLACE: Final = 3072
+"""Most places of which PyTorch's embedding on a GPU sums gradients in their own dtype; on a CPU it always does."""
 
 
 def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
@@ -145,6 +159,8 @@ def to_rows(hidden: Tensor, index: Tensor) -> Tensor:
     Places with the index ``tokens`` are padding: 0, and without a gradient. The gradient of a token is the sum of
     those of its places, summed in fp32 at least.
     """
-    tokens = hidden.shape[1]
+    tokens, dtype = hidden.shape[1], hidden.dtype
     padded = torch.nn.functional.pad(hidden[0], (0, 0, 0, 1))
-    return torch.nn.functional.embedding(index, padded, padding_idx=tokens)
+    if hidden.device.type == "cpu" or index.numel() <= _SUMMED_IN_PLACE:
+        padded = padded.to(torch.promote_types(dtype, torch.float32))
+    return torch.nn.functional.embedding(index.to(hidden.device), padded, padding_idx=tokens).to(dtype)

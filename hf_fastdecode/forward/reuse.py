@@ -72,12 +72,7 @@ class Prefixes:
         """Keys and values, and hidden states, of the stored nodes of a trie, in its order."""
         assert self.hidden is not None
         chosen = np.concatenate([run.stored for run in trie.runs if run.stored is not None])
-        index = torch.from_numpy(chosen).to(self.hidden.device)
-        layers = {
-            layer: (keys.index_select(2, index), values.index_select(2, index))
-            for layer, (keys, values) in self.layers.items()
-        }
-        return layers, self.hidden.index_select(1, index)
+        return _selected(self.layers, self.hidden, chosen)
 
 
 def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: ModelThen, most: int) -> Prefixes | None:
@@ -105,9 +100,15 @@ def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: Mode
         keys = rows[row].keys[: run.first + run.length]
         start = rows[row].column
         paths.append(Row(keys, rows[row].position, stored=place[trie.index[row, start : start + len(keys)]]))
-    index = torch.from_numpy(tokens).to(hidden.device)
-    kept = {
-        layer: (keys.detach().index_select(2, index), values.detach().index_select(2, index))
+    return Prefixes(paths, *_selected(layers, hidden, tokens), then)
+
+
+def _selected(layers: Layers, hidden: Tensor, tokens: Numbers) -> tuple[Layers, Tensor]:
+    """Keys and values, and hidden states, of some tokens; layers may be on several devices."""
+    index = torch.from_numpy(tokens)
+    on = {device: index.to(device) for device in {hidden.device, *(keys.device for keys, _ in layers.values())}}
+    selected = {
+        layer: (keys.index_select(2, on[keys.device]), values.index_select(2, on[keys.device]))
         for layer, (keys, values) in layers.items()
     }
-    return Prefixes(paths, kept, hidden.detach().index_select(1, index), then)
+    return selected, hidden.index_select(1, on[hidden.device])

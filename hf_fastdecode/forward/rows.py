@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import Unsupported
@@ -23,7 +23,7 @@ _POSITIONS_OF_MASKS: Final = frozenset({"opt"})
 
 _READ: Final = frozenset({*NAMES, "use_cache", "output_hidden_states", "return_dict"})
 WITHOUT_EFFECT: Final = frozenset({"num_items_in_batch", "cache_position", "logits_to_keep", "labels", "shift_labels"})
-"""Arguments that losses and heads read, and trainers hand on to the decoder, and what tells the slots of a cache."""
+"""Arguments of losses, heads and cache slots, which trainers hand on to decoders, and which those ignore."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ def _inputs(given: Mapping[str, Any], least: int) -> Tensor:
     inputs = ids if embeddings is None else embeddings
     if not isinstance(inputs, Tensor) or inputs.dim() != (2 if embeddings is None else 3):
         raise Unsupported(f"the pass is given tokens of shape {list(getattr(inputs, 'shape', []))}")
+    if inputs.is_meta or type(inputs) not in (Tensor, nn.Parameter):
+        raise Unsupported(f"the pass is given tokens whose values cannot be read ({type(inputs).__name__})")
     rows, width = inputs.shape[:2]
     if rows < least or not width:
         raise Unsupported(f"the pass has {rows} row{'' if rows == 1 else 's'} of {width} tokens")
@@ -172,8 +174,8 @@ _HASHED_AT_ONCE: Final = 2**24
 def _hashes(embeddings: Tensor) -> Numbers:
     """A number ``[rows, width]`` for each embedding, equal for equal ones."""
     words = embeddings.detach().contiguous().view(torch.int16)
-    generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator) | 1
+    generator = torch.Generator("cpu").manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator, device="cpu") | 1
     factors = factors.to(words.device)
     some = max(1, _HASHED_AT_ONCE // max(1, words[0].numel()))
     return np.concatenate([_host((part * factors).sum(-1)) for part in words.split(some)])

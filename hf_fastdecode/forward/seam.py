@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import CACHE, cache_in, with_cache
+from .._compat import CACHE, cache_in, local_part, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
@@ -28,7 +28,14 @@ from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
 from .reuse import ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
-from .support import check_backward_hooks, check_decoder, check_settings, knows_distances_alone
+from .support import (
+    check_backward_hooks,
+    check_decoder,
+    check_labels,
+    check_length,
+    check_settings,
+    knows_distances_alone,
+)
 from .trie import Trie
 
 _LEAST_SHARE = 0.02
@@ -38,9 +45,16 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if not state.options.share_forward or cache_in(kwargs) is not None or torch.compiler.is_compiling():
+    if not state.options.share_forward or cache_in(kwargs) is not None or _is_transformed():
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
+
+
+def _is_transformed() -> bool:
+    """Whether the pass is compiled, traced, or transformed by `torch.func`: tokens then have no values, or others."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -51,8 +65,10 @@ def _forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-    given = named_arguments(names, args, kwargs) if args else dict(kwargs)
+    given = dict(kwargs)
+    if args:
+        names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        given = named_arguments(names, args, kwargs)
     if cache_in(given) is not None:
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
@@ -84,22 +100,23 @@ def _shared(
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
-    shows_states = given.get("output_hidden_states") or decoder.config.output_hidden_states  # which are not kept
-    most = 0 if torch.is_grad_enabled() or shows_states else options.reused_bytes
-    batch = read_batch(decoder, given, least=1 if most else 2)
+    most = _most_kept(options, decoder, given)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
-    before = _before(state, decoder, structure, batch) if most else None
+    check_settings(decoder, structure, given)
+    batch = read_batch(decoder, given, least=1 if most else 2)
+    before = _before(state, decoder, structure) if most else None
     moved, trie = _found(options, decoder, structure, batch, before)
     report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
     report.kept = trie.tree.kept
-    check_settings(decoder, structure, given, trie.longest)
+    check_length(decoder, trie.longest)
+    check_labels(batch)
     if torch.is_grad_enabled():
         check_backward_hooks(structure.walk)
     try:
-        _check_gain(options, trie)
+        _check_gain(options, trie, counts_padding=moved.counts_padding and moved is batch)
     except Unsupported:
-        if most and batch.are_ids:
+        if most:
             state.kept_forward = replace(before or Prefixes(), seen=batch.rows)
         raise
     makes_cache = _makes_cache(decoder, given)
@@ -109,27 +126,39 @@ def _shared(
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
-    if most and batch.are_ids:
+    if most:
         then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
         state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        of_stock = partial(_fill_by_stock, original, given)
+        of_stock = partial(_fill_by_stock, decoder, original, given, _versions(decoder))
         of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
+    packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
 
 
-def _fill_by_stock(original: Callable[..., Any], given: dict[str, Any], cache: Any) -> None:
+def _fill_by_stock(
+    decoder: PreTrainedModel, original: Callable[..., Any], given: dict[str, Any], versions: list[int], cache: Any
+) -> None:
     """Fill a cache by the decoder's own pass: its positions count padding, as those do at which it is continued."""
+    if versions != _versions(decoder):
+        raise RuntimeError(
+            "weights have changed since the pass of this cache, which is filled when it is first read; read it "
+            "before, or give the pass position_ids that count from each row's first token"
+        )
     original(**with_cache(given | {"use_cache": True}, cache))
 
 
-def _before(state: ModelState, decoder: PreTrainedModel, structure: Structure, batch: Batch) -> Prefixes | None:
+def _versions(decoder: PreTrainedModel) -> list[int]:
+    return [tensor_version(local_part(weight)) for weight in decoder.parameters()]
+
+
+def _before(state: ModelState, decoder: PreTrainedModel, structure: Structure) -> Prefixes | None:
     """What earlier passes have kept, and the rows of the last one, if the decoder would compute the same."""
     before = state.kept_forward
-    if not batch.are_ids or not isinstance(before, Prefixes):
+    if not isinstance(before, Prefixes):
         return None
     return before if before.then is None or before.then.is_now(decoder, structure) else None
 
@@ -148,13 +177,21 @@ def _found(
     return batch, trie if len(trie.places) else find(batch)  # the decoder runs over at least one token
 
 
-def _check_gain(options: Options, trie: Trie) -> None:
+def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
     """Raise `Unsupported` if a pass saves too little, now or for later ones."""
     needed = options.fewest_saved
     if options.min_saved_tokens == "auto":
         needed = max(needed, int(_LEAST_SHARE * trie.given))
     if trie.saved + trie.repeated < needed:
-        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay")
+        remedy = "position_ids that count from each row's first token may share more" if counts_padding else None
+        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay", remedy)
+
+
+def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
+    """Bytes that the pass may keep for later ones: last hidden states of ids alone, without gradients."""
+    if torch.is_grad_enabled() or given.get(NAMES.embeddings) is not None:
+        return 0
+    return 0 if given.get("output_hidden_states") or decoder.config.output_hidden_states else options.reused_bytes
 
 
 def _run_packed(
@@ -168,14 +205,16 @@ def _run_packed(
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
+    output = None
     try:
         with packed.running(structure):
             output = original(**arguments)
+        _check_output(structure, packed, output)
     except Unsupported as error:
-        if packed.layers and structure.gathering is not None:  # others may wait in layers that would run again
+        ran = packed.layers or output is not None
+        if ran and structure.gathering is not None:  # others may wait in layers that would run again
             raise ValueError(f"{error}; call hf_fastdecode.enable with `share_forward=False`") from error
         raise
-    _check_output(structure, packed, output)
     return output
 
 
@@ -198,6 +237,7 @@ def _of_rows(decoder: PreTrainedModel, output: Any, index: Tensor, given: dict[s
     output["last_hidden_state"] = to_rows(output["last_hidden_state"], index)
     if (states := output.get("hidden_states")) is not None:
         output["hidden_states"] = tuple(to_rows(layer, index) for layer in states)
+        output.move_to_end("hidden_states")  # after the cache, as in stock: the order of tuples
     asked = given.get("return_dict")
     return output if (decoder.config.return_dict if asked is None else asked) else output.to_tuple()
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType
 from typing import Any, Final
 
+import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
-from ..generation.foreign_code import name_of, role_of
+from ..generation.foreign_code import defining_module, name_of, role_of
+from ..generation.forward_pass import labels_of_pass
 from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+from .rows import Batch
 
 _WHY: Final = "which would see distinct tokens packed into one row"
 
@@ -51,25 +56,49 @@ def knows_distances_alone(decoder: PreTrainedModel) -> bool:
     return known and rope_limit(decoder.config) is None
 
 
+_COMPOSABLE_CHECKPOINT: Final = "torch.distributed._composable.checkpoint_activation"
+
+
 def check_backward_hooks(walk: ModelWalk) -> None:
-    """Raise `Unsupported` if third-party backward hooks would see the gradients of a packed row."""
+    """Raise `Unsupported` if hooks would see gradients of a packed row, or compute it again outside of its pass."""
     for hook in global_backward_hooks():
         if role_of(hook) is None:
             raise Unsupported(f"all modules have a backward hook, {name_of(hook)}, {_WHY}")
     for module in walk.modules:
+        if any(defining_module(hook) == _COMPOSABLE_CHECKPOINT for hook in module._forward_pre_hooks.values()):
+            raise Unsupported(f"{type(module).__name__} is checkpointed by {_COMPOSABLE_CHECKPOINT}")
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             if role_of(hook) is None:
                 raise Unsupported(f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}")
 
 
-def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], longest: int) -> None:
+def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any]) -> None:
     """Raise `Unsupported` if a pass asks for what a packed row does not compute."""
     for output in ("output_attentions", "output_router_logits"):
         asked = given.get(output)
         if asked or (asked is None and getattr(decoder.config, output, False)):
             raise Unsupported(f"{output}=True counts, or shows, each row's tokens")
+    if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
+        raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):  # as by PyTorch's context parallelism
+        raise Unsupported("torch.nn.functional.scaled_dot_product_attention is replaced, and would not be called")
+
+
+def check_labels(batch: Batch) -> None:
+    """Raise `Unsupported` if the model's labels count a token that stock predicts from padding, of which we have 0."""
+    labels = labels_of_pass()
+    if labels is None or labels.shape != batch.inputs.shape[:2]:
+        return
+    behind = [(number, row.column) for number, row in enumerate(batch.rows) if row.column and len(row.keys)]
+    if behind and bool((labels[tuple(torch.tensor(behind).T)] >= 0).any()):
+        raise Unsupported(
+            "labels count the first token behind left padding, which stock predicts from padding",
+            "mask that label (-100), or pad on the right",
+        )
+
+
+def check_length(decoder: PreTrainedModel, longest: int) -> None:
+    """Raise `Unsupported` if the position embedding of a row of this length is not that of shorter ones."""
     limit = rope_limit(decoder.config.get_text_config(decoder=True))
     if limit is not None and longest > limit:
         raise Unsupported(f"its position embedding changes beyond {limit} tokens, and a row has {longest}")
-    if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
-        raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")

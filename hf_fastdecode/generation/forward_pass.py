@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache as cached
+from functools import partial
 from inspect import signature
 from typing import Any, Final, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.generation import GenerationMixin
 
-from .._compat import CACHE, uncompiled_call
+from .._compat import CACHE, setting, uncompiled_call
 from ..attention.interface import at_positions
 from ..attention.overrides import own_code_of
 from ..cache.captured import CapturedCache, CapturedInputs
@@ -212,6 +214,17 @@ def left_out(model: PreTrainedModel, arguments: Mapping[str, Any]) -> set[str]:
     except Exception:  # a method of the model's own, which needs more than that
         return unread
     return unread | (given.keys() - prepared.keys())
+
+
+_labels: ContextVar[Tensor | None] = ContextVar("hf_fastdecode_labels", default=None)
+
+
+with_labels = partial(setting, _labels)
+"""Context of a pass of a model with a head that is given these labels, of which its decoder does not know."""
+
+
+labels_of_pass = _labels.get
+"""The labels of this thread's pass; None outside `with_labels`."""
 
 
 @cached

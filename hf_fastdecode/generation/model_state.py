@@ -53,12 +53,13 @@ class ModelState:
                 f"{type(model).__name__} has no method {missing[0]!r}, as models of transformers >= 5.17, < 6 that "
                 "generate have"
             )
-        self.options, self.owner = options, owner
+        self.options = options
         self.last_call: CallReport | None = None
         self.last_forward: ForwardReport | None = None
         self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
+        self.owner = None if owner is None else owner.methods.key  # which copies of both share
         self.captures = Captures()
         self.structure = KeptStructure()
         self.prefix_store = PrefixStore()
@@ -136,15 +137,20 @@ def state_of(model: PreTrainedModel) -> ModelState | None:
 
 def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
     """The modules within a model that were enabled with it, and the state of each."""
+    return [(part, its_state) for part, its_state in _enabled_in(model) if its_state.owner == owner.methods.key]
+
+
+def _enabled_in(model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
+    """The enabled modules within a model, and the state of each."""
     parts = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in model.modules() if module is not model]
-    return [(part, its_state) for part, its_state in parts if its_state is not None and its_state.owner is owner]
+    return [(part, its_state) for part, its_state in parts if its_state is not None]
 
 
 def last_forward_of(model: PreTrainedModel) -> ForwardReport | None:
     """The report of the last forward pass without a cache of an enabled model, or of its decoder."""
     if (model_state := state_of(model)) is None:
         return None
-    reports = [state.last_forward for _, state in owned_by(model_state, model)]
+    reports = [its_state.last_forward for _, its_state in _enabled_in(model)]
     return next((report for report in reports if report is not None), model_state.last_forward)
 
 

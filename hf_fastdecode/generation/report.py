@@ -239,7 +239,7 @@ class ForwardReport:
         reason: Reason for this path, or the error raised.
         rows: Rows given; 0 if the pass fell back to stock before they were compared.
         tokens: Real tokens given in all rows, without padding.
-        computed: Tokens that ran through the layers, or would have: each that rows share once.
+        computed: Distinct tokens, which ran through the layers, or would have.
         kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`).
     """
 
@@ -258,7 +258,8 @@ class ForwardReport:
         if self.path != "shared":
             return text
         kept = f", {self.kept} kept from earlier passes" if self.kept else ""
-        return f"{text}: {self.computed} tokens computed for {self.tokens} in {self.rows} rows{kept}"
+        rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{text}: {self.computed} tokens computed for {self.tokens} in {rows}{kept}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,7 +275,8 @@ class Report:
         model_reason: Why `generate` of this model can never share context, or None.
         last_call: The last `generate` call since `enable`, or None.
         generates: Whether the model has a `generate`; of others, `model_reason` says that they have none.
-        last_forward: The last forward pass without a cache since `enable`, or None.
+        last_forward: The last forward pass without a cache since `enable`; None before the first, and where none is
+            seen, as of compiled models.
     """
 
     model: str

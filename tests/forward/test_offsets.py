@@ -64,3 +64,30 @@ def test_a_cache_has_positions_that_count_padding() -> None:
             found.append(model(last, attention_mask=mask, **{CACHE: output[CACHE]}).logits)
     assert shared == 58
     torch.testing.assert_close(*found, rtol=0, atol=3e-6)
+
+
+def test_a_cache_that_was_not_read_before_weights_changed() -> None:
+    model = fd.enable(tiny_model("llama-gqa").eval(), min_saved_tokens=1)
+    with torch.no_grad():
+        output = model(**padded(model.config.vocab_size))
+        model.model.norm.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="weights have changed since the pass of this cache"):
+            output[CACHE].get_seq_length()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_labels_of_the_first_token_behind_padding(masked: bool) -> None:
+    """Stock predicts it from padding, whose hidden states shared passes do not have."""
+    model = tiny_model("llama-gqa").eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[0] = 0.5  # of padding
+    given = padded(model.config.vocab_size)
+    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
+    if masked:
+        labels[range(4), given["attention_mask"].argmax(1)] = -100
+    stock = model(**given, labels=labels).loss
+    fd.enable(model, min_saved_tokens=1)
+    torch.testing.assert_close(model(**given, labels=labels).loss, stock, rtol=0, atol=1e-6)
+    report = fd.explain(model).last_forward
+    assert report.path == ("shared" if masked else "stock")
+    assert masked or "labels count the first token behind left padding" in report.reason

@@ -19,7 +19,7 @@ from ...attention.overrides import RowLengths
 from ...cache.shared import SharedContextCache, named_arguments, next_positions
 from ..call_context import active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
-from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions
+from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions, with_labels
 from ..model_state import ModelState
 from ..structure import Structure
 
@@ -35,7 +35,11 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
                 f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} "
                 "and otherwise ignores: the pass runs without it"
             )
-        return model_state.methods.original(model, "forward")(*args, **kwargs)
+        original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
+        if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        with with_labels(labels):
+            return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
 

@@ -33,6 +33,8 @@ _BURIED_ATTRIBUTE = "_hf_fastdecode_buried"
 Wrapper = Callable[..., Any]
 """Called as ``override(state, instance, *args, **kwargs)``."""
 
+_REPLICATE: Final = "_replicate_for_data_parallel"
+
 _LASTING = frozenset({"forward", "generate"})
 """Overrides that `left_out` keeps: passes over a given cache and calls within a call need them."""
 
@@ -46,7 +48,7 @@ class WrappedMethods:
     """Overrides of an instance's methods, and the originals."""
 
     def __init__(self, instance: object, wrappers: Mapping[str, Wrapper]):
-        self._wrappers = wrappers
+        self._wrappers = {**wrappers, _REPLICATE: _replicated}
         self.key = next(_keys)  # shared by copies of the instance
         # Existing instance-level methods, e.g. accelerate's forward.
         self._saved = {name: own for name in wrappers if (own := own_method(instance, name)) is not None}
@@ -90,6 +92,13 @@ class WrappedMethods:
     def original(self, instance: object, name: str) -> Callable[..., Any]:
         """The original method, bound to the instance."""
         return self._saved[name] if name in self._saved else partial(_of_class(type(instance), name), instance)
+
+
+def _replicated(state: Any, instance: Any) -> Any:
+    """A replica of `torch.nn.DataParallel` without overrides: a copy's are bound to the instance on its own device."""
+    replica = state.methods.original(instance, _REPLICATE)()
+    state.methods.uninstall(replica)
+    return replica
 
 
 def _of_class(kind: type, name: str) -> Callable[..., Any]:
