@@ -288,7 +288,7 @@ def test_options():
     model = tiny_model()
     with sharing(model, share_forward=False):
         model(**CALL)
-        assert report_of(model) is None
+        assert (report_of(model).path, report_of(model).reason) == ("stock", "share_forward=False")
     with sharing(model, min_saved_tokens=81):
         model(**CALL)
         assert report_of(model).path == "stock"
