@@ -201,7 +201,7 @@ def module_state(walk: ModelWalk, *, without: Collection[str] = ()) -> Hashable:
             [  # a list takes half the time of a generator, for thousands of attributes
                 (
                     id(module),
-                    None if module is walk.model else id(_function(module.__dict__.get("forward"))),
+                    None if module is walk.model else id(_function(_forward_beneath(module))),
                     *[
                         (name, type(value), value if type(value) in _EXACT else _comparable(value))
                         for own in (attributes(module),)
@@ -253,6 +253,14 @@ def _comparable(value: Any) -> str | int:
     if isinstance(value, tuple) and not all(type(part) in _EXACT or type(part) is float for part in value):
         return id(value)
     return str(value)  # tells zeros apart, and no NaN from another
+
+
+def _forward_beneath(module: nn.Module) -> object:
+    """The `forward` of an instance, if it has one, beneath this package's, which a decoder has too."""
+    state = module.__dict__.get(STATE_ATTRIBUTE)
+    if state is None:
+        return module.__dict__.get("forward")
+    return state.methods.original(module, "forward") if state.methods.wraps("forward") else None
 
 
 def _function(method: object) -> object:

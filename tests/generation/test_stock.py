@@ -45,7 +45,7 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
     model = tiny_model("llama-gqa")
     if name == "attentions":
         model.set_attn_implementation("eager")
-    with caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+    with caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
         call = drawn(model, "stock", extra)
     (told,) = [record.message for record in caplog.records if record.name == "hf_fastdecode"]
     assert reason in call.reason
@@ -124,7 +124,7 @@ def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
 
 
 def test_a_message_comes_once(model, caplog):
-    with fd.enabled(model), caplog.at_level(logging.INFO, logger="hf_fastdecode"):
+    with fd.enabled(model), caplog.at_level(logging.WARNING, logger="hf_fastdecode"):
         for _ in range(3):
             model.generate(**PROMPT, use_cache=False, max_new_tokens=2)
     assert len([record for record in caplog.records if record.name == "hf_fastdecode"]) == 1

@@ -231,7 +231,9 @@ def _require_plain(module: nn.Module, name: str) -> None:
     """Check that nothing of the user's runs in the method's calls."""
     kind, own = type(module), vars(module)
     hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-    if {"_hf_hook", "_call_impl", "forward"} & own.keys() or not all(map(is_capturable, hooks)):
+    replaced = own_method(module, "forward") is not None or {"_hf_hook", "_call_impl"} & own.keys()
+    state = own.get(STATE_ATTRIBUTE)  # of a decoder, whose override may have replaced one
+    if replaced or (state is not None and state.methods.wraps("forward")) or not all(map(is_capturable, hooks)):
         raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
     if replaced_calls.otherwise(module, _attribute(name)) is not None:
         what = "compiled call" if name == "forward" else f"{name} of its own"
