@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode.generation.interception.switches import own_method
 from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.steps import captures as capture
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
@@ -124,7 +125,7 @@ def test_a_forced_mode_waits_for_another_thread(uncaptured, monkeypatch):
     monkeypatch.setattr(modes, "reason_of_call", begins)
 
     def own_forward(model):
-        own = (module for module in model.modules() if module is not model and "forward" in vars(module))
+        own = (module for module in model.modules() if module is not model and own_method(module, "forward"))
         return next((f"{type(module).__name__} carries a forward of its own" for module in own), None)
 
     def second():
