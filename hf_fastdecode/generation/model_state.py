@@ -23,6 +23,7 @@ from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore
 from .report import CallReport, ForwardReport
+from .snapshot import modules_of
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
 
@@ -142,7 +143,7 @@ def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrained
 
 def _enabled_in(model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
     """The enabled modules within a model, and the state of each."""
-    parts = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in model.modules() if module is not model]
+    parts = [(module, vars(module).get(STATE_ATTRIBUTE)) for module in modules_of(model) if module is not model]
     return [(part, its_state) for part, its_state in parts if its_state is not None]
 
 

@@ -46,7 +46,7 @@ class ModelWalk:
 
     def __init__(self, model: nn.Module, modules: list[nn.Module] | None = None):
         self.model = model
-        self.modules = modules or _modules(model)
+        self.modules = modules or modules_of(model)
 
     @cached_property
     def classes(self) -> dict[type[nn.Module], nn.Module]:
@@ -94,7 +94,8 @@ class ModelWalk:
         return {module: path for path, module in self.model.named_modules()}
 
 
-def _modules(model: nn.Module) -> list[nn.Module]:
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules, once each, in the order of `nn.Module.modules`."""
     found: list[nn.Module] = []
     seen, waiting = set[nn.Module](), [model]
     while waiting:
