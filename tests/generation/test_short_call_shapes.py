@@ -55,12 +55,12 @@ def calls_in_package(run):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("tokens", [4, 16])
 def test_few_functions_of_the_package_run_in_a_tiny_call(model, count, tokens):
-    """They were 600 before the shapes of arguments were asked for first; a pass takes six."""
+    """They were 600 before the shapes of arguments were asked for first; a pass takes six, and six in its decoder."""
     call = {**TINY, "do_sample": True, "num_return_sequences": count, "max_new_tokens": tokens}
     with fd.enabled(model):
         first = calls_in_package(lambda: model.generate(**call))
         later = calls_in_package(lambda: model.generate(**call))
-    assert later.total() <= 75 + 7 * tokens
+    assert later.total() <= 75 + 13 * tokens
     assert later.total() < first.total() / 2
     assert "KeptStructure.of" in first
     assert "KeptStructure.of" not in later
