@@ -1,6 +1,7 @@
 """Random batches: logits, losses, hidden states and gradients of shared passes beside stock's."""
 
 import copy
+import os
 from dataclasses import replace
 from functools import cache, partial
 from math import exp, log
@@ -50,7 +51,8 @@ QUICK = ["llama-gqa", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "gpt_oss"
 AT_OFFSETS = {"gpt2", "gpt_bigcode", "phi3-window", "gemma4_text", "mimo_v2_flash"}
 """Families whose rows share only with rows behind as much padding, where no positions are given: with a table of
 positions, with frequencies that depend on the length, and with tables that may be of positions."""
-EXAMPLES, ALL_EXAMPLES = 20, 250
+EXAMPLES, ALL_EXAMPLES = 20, int(os.environ.get("HF_FASTDECODE_EXAMPLES", "40"))
+"""Random batches of a family, by default and of the exhaustive cases."""
 ON_AVERAGE = 1.2
 """The most that the geometric mean of errors may be, in those of stock."""
 
