@@ -75,13 +75,10 @@ def _forward(
     structure = state.structure_of(decoder)
     try:
         try:
-            output = _shared(state, decoder, original, structure, given, report)
+            return _shared(state, decoder, original, structure, given, report)
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
-            output = None
-        if output is None:
-            return original(*args, **kwargs)
-        return output
+        return original(*args, **kwargs)
     except BaseException as error:
         report.fail(error)
         raise
