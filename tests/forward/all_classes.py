@@ -179,7 +179,7 @@ def _verdict(
     path, reason = (report.path, report.reason) if report is not None else ("stock", "no report")
     if path == "failed":
         return Verdict("crashed", reason)
-    if found := faults(ours, [stock], oracle):
+    if found := faults(ours, stock, oracle):
         if _reads_padding(model, inputs):
             return Verdict("not compared", "outputs depend on what stock computes of padding")
         return Verdict("wrong", f"{path}: {found[0]} and {len(found) - 1} more")

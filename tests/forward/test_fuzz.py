@@ -18,11 +18,12 @@ from .comparison import (
     exact_of,
     faults,
     in_doubles,
-    other_orders,
+    moved,
     outcome,
     relative_error,
     report_of,
     sharing,
+    typical_faults,
 )
 
 _SMALL = {"hidden_size": 32}
@@ -64,15 +65,20 @@ def models_of(name):
     return model, in_doubles(copy.deepcopy(model))
 
 
-def check(name, batch):
-    """Compare one batch with stock, and the report with the batch; returns errors relative to stock's."""
-    model, doubles = models_of(name)
+def compare(model, doubles, batch):
+    """Outcomes of a shared pass, of stock's and of stock's in float64; and the report."""
     run = partial(outcome, batch=batch)
     stock, oracle = run(model), exact_of(doubles, run)
     with sharing(model):
-        ours, report = run(model), report_of(model)
-    if faults(ours, [stock], oracle):
-        assert not faults(ours, [stock, *other_orders(model, batch)], oracle), report
+        return (run(model), stock, oracle), report_of(model)
+
+
+def check(name, batch):
+    """Compare one batch with stock, and the report with the batch; returns errors relative to stock's."""
+    model, doubles = models_of(name)
+    outcomes, report = compare(model, doubles, batch)
+    if faults(*outcomes):
+        assert not typical_faults([compare(*models, batch)[0] for models in moved(model)]), report
     # Of the returned cache, positions are those of stock.
     offsets = name in AT_OFFSETS
     tokens, distinct = sum(map(len, batch.rows)), batch.distinct(offsets=offsets)
@@ -81,23 +87,28 @@ def check(name, batch):
         return {}
     assert report.path == "shared", report
     assert (report.rows, report.tokens, report.computed) == (len(batch.rows), tokens, distinct), report
-    assert not ours[PADDING].any()
-    return {kind: relative_error(ours, stock, oracle, kind) for kind in ("logits", "gradient")}
+    assert not outcomes[0][PADDING].any()
+    return {kind: relative_error(*outcomes, kind) for kind in ("logits", "gradient")}
 
 
-def check_kept(name, batch):
-    """Compare passes that keep prefixes with stock: of the first rows, of all, and of all once more."""
-    model, doubles = models_of(name)
+def compare_kept(model, doubles, batch):
+    """Outcomes of passes that keep prefixes, of the first rows, of all, and of all once more; and the last report."""
     batch = replace(batch, gradient=False, hidden=False, labels=False)
     some = (len(batch.rows) + 1) // 2
     first = replace(batch, rows=batch.rows[:some], left=batch.left[:some])
-    passes = [(one, partial(outcome, batch=one)) for one in (first, batch, batch)]
-    stocks = [(run(model), exact_of(doubles, run)) for _, run in passes]
+    passes = [partial(outcome, batch=one) for one in (first, batch, batch)]
+    stocks = [(run(model), exact_of(doubles, run)) for run in passes]
     with sharing(model, reuse_prefix=True):
-        found = [(run(model), report_of(model)) for _, run in passes]
-    for (one, _), (stock, oracle), (ours, report) in zip(passes, stocks, found, strict=True):
-        if faults(ours, [stock], oracle):
-            assert not faults(ours, [stock, *other_orders(model, one)], oracle), report
+        return [(run(model), *stock) for run, stock in zip(passes, stocks, strict=True)], report_of(model)
+
+
+def check_kept(name, batch):
+    """Compare passes that keep prefixes with stock; returns the last report."""
+    model, doubles = models_of(name)
+    found, report = compare_kept(model, doubles, batch)
+    if any(faults(*outcomes) for outcomes in found):
+        draws = [compare_kept(*models, batch)[0] for models in moved(model)]
+        assert not any(typical_faults(one) for one in zip(*draws, strict=True)), report
     return report
 
 

@@ -349,7 +349,7 @@ def test_layers_are_recomputed_after_disable(reentrant):
 
     stock, oracle = run(model), exact(model, run)
     fd.enable(model, min_saved_tokens=1)
-    assert not faults(run(model), [stock], oracle)
+    assert not faults(run(model), stock, oracle)
     assert "forward" not in vars(model.model)
 
 
@@ -367,7 +367,7 @@ def test_autocast():
     with sharing(model):
         ours = run(model)
         assert report_of(model).path == "shared"
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 @pytest.mark.parametrize("enabled_first", [True, False])
@@ -385,7 +385,7 @@ def test_compiled_models(enabled_first):
         fd.disable(compiled)
         torch._dynamo.reset()
     ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def test_compiled_layers():
@@ -400,7 +400,7 @@ def test_compiled_layers():
             assert report_of(model).path == "shared"
     finally:
         torch._dynamo.reset()
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def all_but_first(model):
@@ -472,7 +472,7 @@ def test_accumulated_gradients():
     with sharing(model):
         ours = run(model)
         assert report_of(model).path == "shared"
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def test_losses_of_trainers():
@@ -505,7 +505,7 @@ def test_gradients_of_gradients():
         except RuntimeError as error:  # said, as PyTorch's own fused attention says it
             assert "derivative" in str(error) or "once_differentiable" in str(error), error  # noqa: PT017
             return
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def test_gradients_of_given_parameters():
@@ -591,7 +591,7 @@ def test_steps_with_the_returned_cache(name, said):
     with sharing(model):
         ours = run(model)
         assert report_of(model).path == "shared"
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def test_the_cache_outlives_the_model():
@@ -615,7 +615,7 @@ def test_outputs_kept_after_disable():
         logits = model(**CALL).logits[REAL]
     model(**WITHOUT_PADDING).logits.sum().backward()
     ours = {"logits": logits.detach()} | gradients(model, projection({"logits": logits}))
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
 
 
 def test_weights_changed_between_passes():
@@ -626,7 +626,7 @@ def test_weights_changed_between_passes():
             for parameter in model.parameters():
                 parameter.mul_(0.9)
         ours = outputs(model)
-    assert not faults(ours, [outputs(model)], exact(model, outputs))
+    assert not faults(ours, outputs(model), exact(model, outputs))
 
 
 @pytest.mark.parametrize("gradient", [True, False])
@@ -650,7 +650,7 @@ def test_threads(gradient):
 
     def work(at):
         for _ in range(5):
-            wrong.extend(faults(runs[at](model), [stock[at]], oracle[at]))
+            wrong.extend(faults(runs[at](model), stock[at], oracle[at]))
             again = run(other, ROWS)
             wrong.extend(name for name in again if not torch.equal(again[name], stock_of_other[name]))
 
@@ -673,10 +673,10 @@ def test_disabled_or_enabled_during_a_pass(change):
     run = {"disable": lambda *_: fd.disable(model), "enable": lambda *_: fd.enable(model, share_forward=False)}[change]
     with before_calls(model.model.layers[1], run):
         ours = outputs(model)
-    assert not faults(ours, [stock], oracle)
+    assert not faults(ours, stock, oracle)
     fd.disable(model)
     assert vars(model.model).keys() == before.keys()
-    assert not faults(outputs(model), [stock], oracle)
+    assert not faults(outputs(model), stock, oracle)
 
 
 def test_a_pass_that_raises():
@@ -692,7 +692,7 @@ def test_a_pass_that_raises():
         assert report_of(model).path == "failed"
         ours = outputs(model)
         assert report_of(model).path == "shared"
-    assert not faults(ours, [stock], exact(model, outputs))
+    assert not faults(ours, stock, exact(model, outputs))
     again = outputs(model)
     assert all(torch.equal(again[name], stock[name]) for name in stock)
 
@@ -708,7 +708,7 @@ def test_copies_are_models_of_their_own():
         ours = outputs(twin)
         assert report_of(twin).path == "shared"
     fd.disable(twin)
-    assert not faults(ours, [outputs(twin)], exact(twin, outputs))
+    assert not faults(ours, outputs(twin), exact(twin, outputs))
 
 
 def test_another_attention_implementation_while_enabled():
@@ -717,7 +717,7 @@ def test_another_attention_implementation_while_enabled():
         outputs(model)
         model.set_attn_implementation("eager")
         ours = outputs(model)
-    assert not faults(ours, [outputs(model)], exact(model, outputs))
+    assert not faults(ours, outputs(model), exact(model, outputs))
 
 
 def test_rewards():

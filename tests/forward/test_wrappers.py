@@ -46,7 +46,7 @@ def test_checkpoint_wrappers_recompute_layers_in_the_pass(kind, use_cache):
         ours = outputs(model, CALL | {"use_cache": use_cache})
         assert report_of(model).path == "shared"
     assert not faults(
-        {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in ours.items()}, [stock], oracle
+        {name.replace("_checkpoint_wrapped_module.", ""): one for name, one in ours.items()}, stock, oracle
     )
     assert model.model.layers[0].checkpoint_fn.func is torch.utils.checkpoint.checkpoint
 
