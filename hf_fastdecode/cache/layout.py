@@ -6,6 +6,7 @@ reads a config for that, and no layer stands for all others.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,9 +106,11 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
+        reading = Counter[int]()
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
+            reading[index] += reads_states(type(module))
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in overrides_of(type(module)):
@@ -118,6 +121,9 @@ class ModelLayout:
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
+        for index in (index for index, count in reading.items() if count == 1):
+            stores = layers[index]
+            layers[index] = tuple(replace(one, segments=True) if one.kind is Kind.STATE else one for one in stores)
         if again := run_again(model.config.get_text_config(decoder=True)):
             layers[-len(again) :] = [layers[index] for index in again]
         if (code := own_code_of(type(model))) is not None:
@@ -149,8 +155,13 @@ class ModelLayout:
         return self.cross or self.per_token
 
     @property
-    def prefills_by_rows(self) -> bool:
-        """Whether what layers store is computed for whole prompts only, each a row of its own."""
+    def packs(self) -> bool:
+        """Whether passes may have the tokens of several prompts end to end in one row, see `Store.packs`."""
+        return all(store.packs for _, store in self)
+
+    @property
+    def beyond_tokens(self) -> bool:
+        """Whether layers store more than something for each token: a state, or what is of another sequence."""
         return bool(self.states) or bool(self.cross)
 
     @property
@@ -172,6 +183,16 @@ class ModelLayout:
     def attends_by_itself(self) -> bool:
         """Whether all layers do that store keys and values."""
         return bool(self.own) and self.own.keys() == self.per_token.keys()
+
+
+_READ_STATES: Final = frozenset({"update_conv_state", "update_recurrent_state"})
+"""Methods of transformers' caches, one of which each module calls that keeps states there."""
+
+
+def reads_states(module: type[nn.Module]) -> bool:
+    """Whether the `forward` of a class itself reads and updates states in transformers' cache."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return code is not None and not _READ_STATES.isdisjoint(code.co_names)
 
 
 def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:

@@ -100,6 +100,11 @@ class Pass:
     expanded: Mapping[int, ExpandedKV] | None = None
     padded: Padded | None = None
 
+    @property
+    def segments(self) -> Sequence[PrefillItem]:
+        """The items, where several are packed into one row, in which layers with states run one after another."""
+        return self.items if len(self.items) > 1 and self.positions is None else ()
+
     @cached_property
     def lengths(self) -> int | list[int]:
         """Tokens of suffixes that this process stores after a step, see `ForestKV`; waits for a device's lengths."""
