@@ -110,7 +110,7 @@ class ModelLayout:
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
-            reading[index] += reads_states(type(module))
+            reading[index] += keeps_state(type(module))
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in overrides_of(type(module)):
@@ -189,7 +189,7 @@ _READ_STATES: Final = frozenset({"update_conv_state", "update_recurrent_state"})
 """Methods of transformers' caches, one of which each module calls that keeps states there."""
 
 
-def reads_states(module: type[nn.Module]) -> bool:
+def keeps_state(module: type[nn.Module]) -> bool:
     """Whether the `forward` of a class itself reads and updates states in transformers' cache."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code is not None and not _READ_STATES.isdisjoint(code.co_names)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import COMPILED_CALL, fsdp2_stays_gathered, uncompiled_call
 from ..attention.overrides import RowLengths, active
-from ..cache.layout import ModelLayout, reads_states
+from ..cache.layout import ModelLayout, keeps_state
 from ..errors import Unsupported
 from ..instance_methods import Change
 from ..parallel.ranks import (
@@ -135,7 +135,7 @@ class Structure:
         modules = self.walk.modules
 
         def find() -> list[int]:
-            kinds = {kind for kind in self.walk.classes if reads_states(kind)}
+            kinds = {kind for kind in self.walk.classes if keeps_state(kind)}
             return [number for number, module in enumerate(modules) if type(module) in kinds] if kinds else []
 
         fused = set() if self.fused is None else {one.number for one in self.fused.found}

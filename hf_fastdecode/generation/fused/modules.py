@@ -13,7 +13,7 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.overrides import overrides_of
-from ...cache.layout import reads_states
+from ...cache.layout import keeps_state
 from ...instance_methods import Change
 from ...kernels.device import triton_is_installed
 from ..interception.segments import by_segments
@@ -58,7 +58,7 @@ class FusedModules:
     def _calls(self) -> list[Change]:
         calls = ((module, one.kind.replacement(module, one.form)) for module, one in zip(self.modules, self.found))
         return [
-            Change(module, COMPILED_CALL, by_segments(module, call) if reads_states(type(module)) else call)
+            Change(module, COMPILED_CALL, by_segments(module, call) if keeps_state(type(module)) else call)
             for module, call in calls
         ]
 

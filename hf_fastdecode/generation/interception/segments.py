@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from ...cache.layers.state import StateLayer
 from ...cache.shared import SharedContextCache
 
 
-def by_segments(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+def by_segments(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """What is called in the place of a module with states, of whose rows `call` runs one after another."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -103,8 +103,7 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
         cache.inputs = prompts.inputs.inputs
     keeps = keeps_prompts(call) and prompts.may_reuse and prompts.prefixes.of_text
     unshared, again = None, False
-    # States know no earlier token, and are not those of suffixes.
-    if request.ends_in_steps and not prompts.by_rows and not call.structure.layout.states:
+    if request.ends_in_steps and not prompts.by_rows and not continuation_of(call.structure.layout).scans:
         if reuses:
             compared, again = _without_last(call, cache, compared, request)
         else:

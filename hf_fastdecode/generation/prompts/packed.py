@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
-from ...attention.forest import Span
+from ...attention.forest import Path, Span
 from ...attention.overrides import no_autocast
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
@@ -82,10 +82,7 @@ def packed_passes(
     whole = bool(arguments or cache.state.suffix_rows)  # so are tokens of suffixes
     most = None if whole else cache.state.division.most_of_pass(model.parameters(), max_tokens)
     divide, stop = most is not None, 0
-    most = max_tokens if most is None else most
-    parts = [continuation.parts(item, most) for item in items]
-    inner = {path for several in parts for path in (part.context for part in several[1:])}
-    for items_of_pass in _passes([part for several in parts for part in several], most):
+    for items_of_pass, ended in _passes(items, max_tokens if most is None else most, continuation):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
         wanted_here = [token - start for token in here]
@@ -107,7 +104,7 @@ def packed_passes(
                 given = {"inputs_embeds": embeddings(ids)[None]}
             given |= {"use_cache": True, "return_dict": True} | ({"logits_to_keep": keep} if keeps else {})
             output = forward_pass(model, cache, places.to(device), **given, **arguments)
-        for path in inner.intersection(item.context for item in items_of_pass):
+        for path in ended:
             continuation.end_part(cache, path)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
@@ -165,18 +162,26 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
     return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in firsts])
 
 
-def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
-    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, or one item, of which
-    each fills one contiguous run of each segment; parents come in an earlier pass than their children."""
-    batch: list[PrefillItem] = []
+def _passes(
+    items: Sequence[PrefillItem], max_tokens: int, continuation: TokensContinue
+) -> Iterator[tuple[list[PrefillItem], list[Path]]]:
+    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, or one part, of which
+    each fills one contiguous run of each segment; parents come in an earlier pass than their children.
+
+    With the paths that a pass continues and that end within an item.
+    """
+    batch, ended = list[PrefillItem](), list[Path]()
     room, firsts = max_tokens, dict[int, int]()
-    for item in items:
+    parts = (pair for whole in items for pair in enumerate(continuation.parts(whole, max_tokens)))
+    for number, item in parts:
         reads = any(span.stop > firsts.get(span.segment, span.stop) for span in item.context)  # of the pass itself
         if batch and (reads or item.span.length > room):
-            yield batch
-            batch, room, firsts = [], max_tokens, {}
+            yield batch, ended
+            batch, ended, room, firsts = [], [], max_tokens, {}
         batch.append(item)
+        if number:
+            ended.append(item.context)
         room -= item.span.length
         firsts.setdefault(item.span.segment, item.span.start)
     if batch:
-        yield batch
+        yield batch, ended

@@ -24,7 +24,7 @@ from ..inputs.distinct import FoundInputs
 from ..structure import Structure
 from .by_rows import Rows
 from .prefixes import TEXT, TextPrefixes, prefixes_of
-from .prompt_plan import PromptGroup, PromptPlan, group_prompts
+from .prompt_plan import PromptGroup, PromptPlan, continuation_of, group_prompts
 
 _FEW = 1 << 17
 """Elements of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
@@ -196,9 +196,9 @@ def read_prompts(
 
 
 def _pack(structure: Structure, groups: list[PromptGroup]) -> bool:
-    """Whether prompts of text may be packed into one row; not those with gaps, on which states depend."""
-    layout = structure.layout
-    return layout.packs and not (layout.states and any(group.gaps for group in groups))
+    """Whether prompts of text may be packed into one row; not those with gaps, over which layers scan."""
+    scans = continuation_of(structure.layout).scans
+    return structure.layout.packs and not (scans and any(group.gaps for group in groups))
 
 
 def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
