@@ -90,12 +90,10 @@ def takes_captured_passes(
 ) -> bool:
     """Whether all layers store keys and values, or latents, which a pass over these items in this dtype can add to.
 
-    States are not among them.
-
     Stored contexts need keys and values of one head_dim, as the kernels that read them do, and windows that hide none
     of the `longest` row's tokens. Without contexts, the prefill kernel computes windows.
     """
-    if cache.state_layers or cache.state.suffix_rows or cache.state.current.positions is not None:
+    if cache.state.suffix_rows or cache.state.current.positions is not None:
         return False
     contexts = any(item.context for item in items)
     stores = {layer.store for layer in cache.attention_layers}

@@ -106,11 +106,12 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
-        reading = Counter[int]()
+        keeping = dict[int, list[nn.Module]]()
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
-            reading[index] += keeps_state(type(module))
+            if keeps_state(type(module)):
+                keeping.setdefault(index, []).append(module)
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in overrides_of(type(module)):
@@ -121,7 +122,7 @@ class ModelLayout:
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
-        for index in (index for index, count in reading.items() if count == 1):
+        for index in (index for index, those in keeping.items() if len(those) == 1 and not _biased(*those)):
             stores = layers[index]
             layers[index] = tuple(replace(one, segments=True) if one.kind is Kind.STATE else one for one in stores)
         if again := run_again(model.config.get_text_config(decoder=True)):
@@ -193,6 +194,16 @@ def keeps_state(module: type[nn.Module]) -> bool:
     """Whether the `forward` of a class itself reads and updates states in transformers' cache."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code is not None and not _READ_STATES.isdisjoint(code.co_names)
+
+
+_BEFORE_STATES: Final = ("in_proj", "q_proj", "k_proj", "v_proj")
+"""What the names of projections begin with whose outputs convolutions keep."""
+
+
+def _biased(module: nn.Module) -> bool:
+    """Whether projections add a bias to padding too, which enters states then, where its zeros would not."""
+    before = (child for name, child in module.named_children() if name.startswith(_BEFORE_STATES))
+    return any(getattr(child, "bias", None) is not None for child in before)
 
 
 def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:

@@ -184,8 +184,9 @@ def prefill_passes(
         tokens = len(plan.new_tokens) if rows is None else rows.inputs.shape[1] * len(plan.items)
         max_tokens = tokens_that_fit(model, min(max_tokens, max(1, tokens)))
     if rows is None:
-        given: dict[str, Any] = {"max_tokens": max_tokens, "captured": captured, **arguments}
-        yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, continuation=continuation, **given)
+        given: dict[str, Any] = {"max_tokens": max_tokens, "continuation": continuation, **arguments}
+        given["captured"] = None if continuation.scans else captured  # whose buffers have no states
+        yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, **given)
     else:
         yield from _row_passes(model, cache, plan, rows, continuation, keep, max_tokens, captured_rows)
         length = rows.inputs.shape[1]
@@ -347,7 +348,7 @@ def whole_prompts(plan: PromptPlan, rows: Rows, *, scans: bool) -> list[Part]:
     def form(item: PrefillItem, group: int) -> Form:
         if not item.context and plan.ends[group] == item.span.stop - 1:
             return Form.WHOLE
-        if item.context and not rows.images_in(group, item.position, item.span.length):
+        if rows.images is None or (item.context and not rows.images_in(group, item.position, item.span.length)):
             return Form.PACKED
         return Form.ROWS if item.context and scans else Form.PADDED
 
