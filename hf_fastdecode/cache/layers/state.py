@@ -181,6 +181,21 @@ class StateLayer(LayerOfOwnStates):
         self._hold(States.joined(after))
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
+    def begin_segments(self) -> bool:
+        """Give each segment of a packed row the state that it continues, as `begin_rows` gives rows.
+
+        It is for kernels that take all segments at once, from zeros where a path is empty. Returns whether the pass is
+        packed.
+        """
+        ends = [end_of(item.context) for item in self.state.current.segments]
+        if not ends:
+            return False
+        self.drop_rows()
+        if first := next(filter(None, ends), None):
+            zeros = self._copies([first]).each(torch.zeros_like)
+            self._hold(States.joined([zeros if end is None else self._copies([end]) for end in ends]))
+        return True
+
     def _copies(self, ends: Sequence[End | None]) -> States:
         known = [None if end is None else self.ends.get(end) for end in ends]
         if None in known:

@@ -13,10 +13,8 @@ from torch import nn
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.overrides import overrides_of
-from ...cache.layout import keeps_state
 from ...instance_methods import Change
 from ...kernels.device import triton_is_installed
-from ..interception.segments import by_segments
 from ..interception.switches import replaced_calls
 from .experts import EXPERTS, ROUTERS
 from .gated import GATED
@@ -56,10 +54,9 @@ class FusedModules:
 
     @cached_property
     def _calls(self) -> list[Change]:
-        calls = ((module, one.kind.replacement(module, one.form)) for module, one in zip(self.modules, self.found))
         return [
-            Change(module, COMPILED_CALL, by_segments(module, call) if keeps_state(type(module)) else call)
-            for module, call in calls
+            Change(module, COMPILED_CALL, one.kind.replacement(module, one.form))
+            for module, one in zip(self.modules, self.found, strict=True)
         ]
 
     @property
