@@ -241,7 +241,8 @@ def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
     stock, monkeypatched = run(model, SAMPLING, prompts), monkeypatch.setattr
     monkeypatched(by_rows, "_COUNTED", 8)
     monkeypatched(by_rows, "_FEW", 8)
-    needed = by_rows.most_bytes(model, 8)
+    with fd.enabled(model):
+        needed = by_rows.most_bytes(model, 8)
     monkeypatched(by_rows, "usable_memory", lambda device: 2 * 6 * needed)
     for before in ([8], []):
         with fd.enabled(model, min_saved_tokens=1), tokens_embedded(model) as counted:
@@ -254,10 +255,11 @@ def test_memory_of_passes_is_counted_for_each_dtype(monkeypatch):
     model = copy.deepcopy(tiny_model_of("Qwen3NextForCausalLM"))
     monkeypatch.setattr(by_rows, "_COUNTED", 8)
     monkeypatch.setattr(by_rows, "_FEW", 8)
-    needed = by_rows.most_bytes(model, 8)
-    monkeypatch.setattr(by_rows, "usable_memory", lambda device: 2 * 600 * needed)
-    assert by_rows.tokens_that_fit(model, 10**6) == 4800
-    assert by_rows.tokens_that_fit(model.bfloat16(), 10**6) > 4800
+    with fd.enabled(model):
+        needed = by_rows.most_bytes(model, 8)
+        monkeypatch.setattr(by_rows, "usable_memory", lambda device: 2 * 600 * needed)
+        assert by_rows.tokens_that_fit(model, 10**6) == 4800
+        assert by_rows.tokens_that_fit(model.bfloat16(), 10**6) > 4800
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

@@ -182,7 +182,7 @@ def prefill_passes(
     cache.add_segment(plan.new_tokens)  # even if empty: the plan assumes its number
     if continuation.scans and (rows is None or rows.images is None):
         tokens = len(plan.new_tokens) if rows is None else rows.inputs.shape[1] * len(plan.items)
-        max_tokens = tokens_that_fit(model, min(max_tokens, max(1, tokens)))
+        max_tokens = tokens_that_fit(model, min(max_tokens, max(1, tokens)), cache.position_planes)
     if rows is None:
         given: dict[str, Any] = {"max_tokens": max_tokens, "continuation": continuation, **arguments}
         given["captured"] = None if continuation.scans else captured  # whose buffers have no states
@@ -412,14 +412,14 @@ _bytes_per_token: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] =
 _bytes_with_images: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
-def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
-    """Tokens of so many that a pass may have at once: all, or a multiple of `_COUNTED`."""
+def tokens_that_fit(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
+    """Tokens of so many that a pass with such positions may have at once: all, or a multiple of `_COUNTED`."""
     device = input_device(model)
     if tokens <= _FEW or (usable := usable_memory(device)) is None:
         return tokens
     known = _bytes_per_token.setdefault(model, {})
     if (needed := known.get(model.dtype)) is None:
-        needed = known[model.dtype] = most_bytes(model, _COUNTED) / _COUNTED
+        needed = known[model.dtype] = most_bytes(model, _COUNTED, planes) / _COUNTED
     fit = int(_USED_SHARE * usable / max(needed, 1.0))
     return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
 
@@ -455,21 +455,25 @@ class ImagePasses:
 
 
 @torch.no_grad()
-def most_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """The most bytes that tensors of a pass over so many tokens of a row take at a time, without its cache."""
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
-    with _Counted() as counted:
-        uncompiled_call(
-            model, input_ids=ids, use_cache=False, **({"logits_to_keep": 1} if keeps_logits(model) else {})
+def most_bytes(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
+    """The most bytes that tensors of a pass over so many tokens of a row take at a time, as they run here."""
+    ids, cache = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model)), SharedContextCache()
+    cache.kept, cache.state.position_planes = False, planes
+    more: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    with _Counted(empty=True) as counted:
+        forward_pass(
+            model, cache, torch.arange(tokens, device=ids.device)[None], input_ids=ids, use_cache=True, **more
         )
     return counted.most
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make (`most` at a time), but for empty ones, which caches keep."""
+    """Counts the bytes of tensors that operators make (`most` at a time); where `empty`, also of those that kernels
+    fill, and that caches keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty: bool = False) -> None:
         super().__init__()
+        self._left_out = () if empty else _EMPTY
         self.most = self._held = 0
         self._known: set[int] = set()
 
@@ -478,7 +482,7 @@ class _Counted(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in _EMPTY else ():
+        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in self._left_out else ():
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
             if storage is not None and storage._cdata not in given | self._known:  # no view
                 self._known.add(storage._cdata)
