@@ -122,9 +122,8 @@ class ModelLayout:
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
-        for index in (index for index, those in keeping.items() if len(those) == 1 and not _biased(*those)):
-            stores = layers[index]
-            layers[index] = tuple(replace(one, segments=True) if one.kind is Kind.STATE else one for one in stores)
+        for index, those in keeping.items():
+            layers[index] = _in_segments(layers[index], those)
         if again := run_again(model.config.get_text_config(decoder=True)):
             layers[-len(again) :] = [layers[index] for index in again]
         if (code := own_code_of(type(model))) is not None:
@@ -200,10 +199,15 @@ _BEFORE_STATES: Final = ("in_proj", "q_proj", "k_proj", "v_proj")
 """What the names of projections begin with whose outputs convolutions keep."""
 
 
-def _biased(module: nn.Module) -> bool:
-    """Whether projections add a bias to padding too, which enters states then, where its zeros would not."""
-    before = (child for name, child in module.named_children() if name.startswith(_BEFORE_STATES))
-    return any(getattr(child, "bias", None) is not None for child in before)
+def _in_segments(stores: tuple[Store, ...], modules: list[nn.Module]) -> tuple[Store, ...]:
+    """A layer's stores, whose states run over segments where one of its modules keeps them all, without a bias before.
+
+    Projections add a bias to padding too, which enters states then, where its zeros would not.
+    """
+    before = (child for name, child in modules[0].named_children() if name.startswith(_BEFORE_STATES))
+    if len(modules) > 1 or any(getattr(child, "bias", None) is not None for child in before):
+        return stores
+    return tuple(replace(store, segments=True) if store.kind is Kind.STATE else store for store in stores)
 
 
 def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:
