@@ -163,7 +163,7 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
 
 
 def _passes(
-    items: Sequence[PrefillItem], max_tokens: int, continuation: TokensContinue
+    items: Sequence[PrefillItem], max_tokens: int, continuation: TokensContinue = TOKENS
 ) -> Iterator[tuple[list[PrefillItem], list[Path]]]:
     """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, or one part, of which
     each fills one contiguous run of each segment; parents come in an earlier pass than their children.
