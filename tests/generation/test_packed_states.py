@@ -31,8 +31,7 @@ CLASSES = [
     "BambaForCausalLM",
     "Lfm2ForCausalLM",
     "ZayaForCausalLM",  # whose states are within attention, and whose code returns several tensors
-    "FalconMambaForCausalLM",  # Mamba-1 alone
-    *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM"]),
+    *([] if CACHE == "past_key_values" else ["Mamba2ForCausalLM", "FalconMambaForCausalLM"]),
 ]
 
 
