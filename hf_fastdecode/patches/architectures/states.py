@@ -24,7 +24,7 @@ def attend_minimax(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     return layer.by_segments(partial(_attend_minimax, module, layer), hidden_states, **kwargs), None
 
 
-def _attend_minimax(module: Any, layer: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _attend_minimax(module: Any, layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     (state,) = layer.kept_states or (None,)  # [rows, heads, head_dim, head_dim]
     if state is not None and hidden_states.shape[1] > 1:
         out, state = _continue_minimax(module, hidden_states, kwargs.get("attention_mask"), state)
@@ -34,8 +34,7 @@ def _attend_minimax(module: Any, layer: Any, hidden_states: Tensor, **kwargs: An
     states = SimpleNamespace(
         get_linear_cache=lambda index: state, set_linear_cache=lambda index, new: layer.keep_states((new,))
     )
-    out: Tensor = type(module).forward(module, hidden_states, **with_cache(kwargs, states))[0]
-    return out
+    return type(module).forward(module, hidden_states, **with_cache(kwargs, states))[0]
 
 
 def _continue_minimax(module: Any, hidden_states: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
