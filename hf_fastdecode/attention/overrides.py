@@ -44,11 +44,14 @@ class OwnStates:
     Attributes:
         count: States of each layer that has any.
         continues: Whether a pass of several tokens continues from them.
+        segments: Whether overrides run each segment of a packed row by itself (`StateLayer.by_segments`); not where
+            padding changes states.
         beams: Whether transformers runs beam search with its own cache of them; where not, it raises.
     """
 
     count: int
     continues: bool = False
+    segments: bool = False
     beams: bool = True
 
 

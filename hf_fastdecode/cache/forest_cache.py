@@ -126,8 +126,7 @@ class ForestCache(Cache):
 
         Args:
             items: The runs of tokens, packed into one row.
-            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own. With
-                states, it is, unless there is one item.
+            rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
             divide: Whether processes may divide the pass, whose part here is then `Pass.divided`.
             tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored. To
                 the model the cache is empty then.
@@ -136,7 +135,7 @@ class ForestCache(Cache):
         try:
             self.state.padded_length = 0 if tensors else length
             self.state.current = self.state.prefill(items, rows, divide=divide, tensors=tensors)
-            for layer in self.state_layers:
+            for layer in self.state_layers if not self.state.current.segments else ():
                 layer.begin_rows([end_of(item.context) for item in items])
             yield
             for layer in self.state_layers:  # which the first pass makes

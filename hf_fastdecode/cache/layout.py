@@ -6,6 +6,7 @@ reads a config for that, and no layer stands for all others.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,9 +106,12 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
+        keeping = dict[int, list[nn.Module]]()
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
+            if keeps_state(type(module)):
+                keeping.setdefault(index, []).append(module)
             if getattr(module, "attends_by_itself", False):
                 own[index] = module
             elif "expand_kv" in overrides_of(type(module)):
@@ -118,6 +122,8 @@ class ModelLayout:
                     with_heads_of(module, store, whole) if store.kind in PER_TOKEN else store
                     for store in layers[index]
                 )
+        for index, those in keeping.items():
+            layers[index] = _in_segments(layers[index], those)
         if again := run_again(model.config.get_text_config(decoder=True)):
             layers[-len(again) :] = [layers[index] for index in again]
         if (code := own_code_of(type(model))) is not None:
@@ -149,8 +155,13 @@ class ModelLayout:
         return self.cross or self.per_token
 
     @property
-    def prefills_by_rows(self) -> bool:
-        """Whether what layers store is computed for whole prompts only, each a row of its own."""
+    def packs(self) -> bool:
+        """Whether passes may have the tokens of several prompts end to end in one row, see `Store.packs`."""
+        return all(store.packs for _, store in self)
+
+    @property
+    def beyond_tokens(self) -> bool:
+        """Whether layers store more than something for each token: a state, or what is of another sequence."""
         return bool(self.states) or bool(self.cross)
 
     @property
@@ -172,6 +183,31 @@ class ModelLayout:
     def attends_by_itself(self) -> bool:
         """Whether all layers do that store keys and values."""
         return bool(self.own) and self.own.keys() == self.per_token.keys()
+
+
+_READ_STATES: Final = frozenset({"update_conv_state", "update_recurrent_state"})
+"""Methods of transformers' caches, one of which each module calls that keeps states there."""
+
+
+def keeps_state(module: type[nn.Module]) -> bool:
+    """Whether the `forward` of a class itself reads and updates states in transformers' cache."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return code is not None and not _READ_STATES.isdisjoint(code.co_names)
+
+
+_BEFORE_STATES: Final = ("in_proj", "q_proj", "k_proj", "v_proj")
+"""What the names of projections begin with whose outputs convolutions keep."""
+
+
+def _in_segments(stores: tuple[Store, ...], modules: list[nn.Module]) -> tuple[Store, ...]:
+    """A layer's stores, whose states run over segments where one of its modules keeps them all, without a bias before.
+
+    Projections add a bias to padding too, which enters states then, where its zeros would not.
+    """
+    before = (child for name, child in modules[0].named_children() if name.startswith(_BEFORE_STATES))
+    if len(modules) > 1 or any(getattr(child, "bias", None) is not None for child in before):
+        return stores
+    return tuple(replace(store, segments=True) if store.kind is Kind.STATE else store for store in stores)
 
 
 def _layer_modules(model: PreTrainedModel, modules: Iterable[nn.Module] | None) -> Iterator[tuple[int, Any]]:

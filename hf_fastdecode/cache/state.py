@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -99,6 +100,22 @@ class Pass:
     origins: Tensor | None = None
     expanded: Mapping[int, ExpandedKV] | None = None
     padded: Padded | None = None
+
+    @property
+    def segments(self) -> Sequence[PrefillItem]:
+        """The items, where several are packed into one row, in which layers with states run one after another."""
+        return self.items if len(self.items) > 1 and self.positions is None else ()
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Where segments begin in the row, and its number of tokens: ``[segments + 1]`` int32."""
+        if device not in self._starts:
+            ends = accumulate((item.span.length for item in self.segments), initial=0)
+            self._starts[device] = torch.tensor(list(ends), dtype=torch.int32, device="cpu").to(device)
+        return self._starts[device]
+
+    @cached_property
+    def _starts(self) -> dict[torch.device, Tensor]:
+        return {}
 
     @cached_property
     def lengths(self) -> int | list[int]:

@@ -68,6 +68,7 @@ class Store:
         biased: Whether scores are biased by distance.
         states: Of a layer with states, how many it has of each sort.
         continues: Of a layer with states, whether passes of several tokens are known to continue from one.
+        segments: Of a layer with states, whether its code is known to run once for each prompt of a packed row.
         stock_numbers: Elements of a token in transformers' cache, where these are other than `numbers`.
     """
 
@@ -79,8 +80,14 @@ class Store:
     window: int | None = None
     states: int = 0
     continues: bool = False
+    segments: bool = False
     biased: bool = False
     stock_numbers: int = 0
+
+    @property
+    def packs(self) -> bool:
+        """Whether the tokens of several prompts may be end to end in one row of a pass."""
+        return self.segments if self.kind is Kind.STATE else self.kind is not Kind.CROSS
 
     @property
     def kernel_heads(self) -> int:
@@ -218,7 +225,8 @@ def stores_of(config: Any, layer_type: str, index: int) -> tuple[Store, ...]:
 def _store(config: Any, kind: Kind, index: int) -> Store:
     if kind is Kind.STATE:
         if (own := own_code_of(type(config))) is not None and own.states is not None:
-            return Store(kind, states=own.states.count, continues=own.states.continues)
+            states = own.states
+            return Store(kind, states=states.count, continues=states.continues, segments=states.segments)
         count = number(config, "number_of_conv_states") or 1
         return Store(kind, states=count, continues=STATES_IN_CACHES.get(config.model_type, False))
     if kind is Kind.OTHER:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import fsdp2_stays_gathered
+from .._compat import COMPILED_CALL, fsdp2_stays_gathered, uncompiled_call
 from ..attention.overrides import RowLengths, active
-from ..cache.layout import ModelLayout
+from ..cache.layout import ModelLayout, keeps_state
 from ..errors import Unsupported
+from ..instance_methods import Change
 from ..parallel.ranks import (
     ALONE,
     Ranks,
@@ -31,7 +32,8 @@ from ..parallel.watchdog import watchdog_of
 from .foreign_code import Role, role_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
-from .interception.switches import Overrides, find_overrides
+from .interception.segments import by_segments
+from .interception.switches import Overrides, find_overrides, replaced_calls
 from .options import Options
 from .snapshot import ModelWalk, ModelWatch
 
@@ -128,6 +130,20 @@ class Structure:
         return Overrides(self.walk.modules, self.kept("overrides", lambda: find_overrides(self.walk.modules)))
 
     @cached_property
+    def _segmented(self) -> list[Change]:
+        """Calls of modules that read states, see `by_segments`; those of fused modules are among theirs."""
+        modules = self.walk.modules
+
+        def find() -> list[int]:
+            kinds = {kind for kind in self.walk.classes if keeps_state(kind)}
+            return [number for number, module in enumerate(modules) if type(module) in kinds] if kinds else []
+
+        fused = set() if self.fused is None else {one.number for one in self.fused.found}
+        numbers = self.kept("modules that read states", find)
+        found = (modules[number] for number in numbers if number not in fused)
+        return [Change(one, COMPILED_CALL, by_segments(one, partial(uncompiled_call, one))) for one in found]
+
+    @cached_property
     def captured_overrides(self) -> Overrides:
         """Further methods that run in captured passes alone."""
         found = self.kept("captured overrides", lambda: find_overrides(self.walk.modules, in_captures=True))
@@ -163,7 +179,8 @@ class Structure:
 
     def release(self) -> None:
         """Let go of the modules at the end of the call, so that those replaced after it are freed at once."""
-        for name in ("walk", "fused", "overrides", "captured_overrides"):  # made again for passes after the call
+        # Made again for passes after the call.
+        for name in ("walk", "fused", "overrides", "captured_overrides", "_segmented"):
             vars(self).pop(name, None)
 
     @contextmanager
@@ -178,6 +195,8 @@ class Structure:
                 stack.enter_context(self.overrides.installed())
             if self.fused is not None:
                 stack.enter_context(self.fused.installed())
+            if self._segmented:
+                stack.enter_context(replaced_calls.on(self._segmented))
             yield
 
 

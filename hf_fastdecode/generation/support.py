@@ -193,7 +193,7 @@ def check_processes(structure: Structure) -> None:
     if (gathering := structure.gathering) is not None:
         raise Unsupported(*gathering)
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
-    if structure.layout.prefills_by_rows and not structure.alone:
+    if structure.layout.beyond_tokens and not structure.alone:
         raise Unsupported(f"{what} not shared where several processes compute a model yet")
 
 
@@ -298,7 +298,7 @@ def check_call(call: CallContext, mode: GenerationMode) -> None:
 
 def _check_mode(model: PreTrainedModel, structure: Structure, mode: GenerationMode) -> None:
     name, own = type(model).__name__, own_code_of(type(model))
-    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.prefills_by_rows:
+    if mode is GenerationMode.ASSISTED_GENERATION and structure.layout.beyond_tokens:
         if structure.layout.cross:
             raise Unsupported("assisted decoding is not accelerated yet for models with an encoder")
         # Of other states than convolutions' transformers refuses it.

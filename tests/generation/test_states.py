@@ -68,6 +68,11 @@ def continues(model):
     return ModelLayout.of(model).continues_states
 
 
+def packs(model):
+    """Whether prompts run end to end in one row; else each as a row, with the padding that stock gives it."""
+    return ModelLayout.of(model).packs
+
+
 def ending_early(model, prompts=PROMPTS):
     """Arguments with end tokens by which rows end after different numbers of steps."""
     new = run(model, SAMPLING, prompts)[:, -SAMPLING["max_new_tokens"] :]
@@ -83,7 +88,7 @@ def test_tokens_are_stocks(each):
             assert torch.equal(run(each, arguments), stock)
         report = fd.explain(each).last_call
         assert (report.path, report.mode, report.prefilled_tokens) == ("shared", "eager", sum(LENGTHS))
-        assert counted[0] == PROMPTS["input_ids"].numel()  # each prompt once, with the padding that stock gives it
+        assert counted[0] == (sum(LENGTHS) if packs(each) else PROMPTS["input_ids"].numel())  # each prompt once
         assert report.compactions >= 1
         if beams is None:
             with pytest.raises(ValueError, match="the cache cannot be reordered"):
@@ -94,7 +99,7 @@ def test_tokens_are_stocks(each):
 
 
 def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
-    """Rests of the same length run together behind it, no single token alone. Padding enters states as in stock."""
+    """Rests run together behind it, no single token alone. Padding enters states as in stock."""
     prompts = ragged_prompts(33, 50, 50, 32, shared=32)
     arguments = SAMPLING | {"output_logits": True, "return_dict_in_generate": True}
     stock = run(each, arguments, prompts)
@@ -106,7 +111,8 @@ def test_what_prompts_begin_with_is_computed_once(each, monkeypatch):
     expected, shown = torch.stack(stock.logits), torch.stack(shared.logits)
     tolerance = 1e-4 if continues(each) else 1e-5
     torch.testing.assert_close(shown, expected, atol=tolerance * float(expected.std()), rtol=0)
-    passes = [30, 2, 3, 2 * 20] if continues(each) else [prompts["input_ids"].numel()]
+    whole = 165 if packs(each) else prompts["input_ids"].numel()
+    passes = [30, 2 + 3 + 2 * 20] if continues(each) else [whole]
     assert (counted[: len(passes)], report.prefilled_tokens) == (passes, sum(passes) if continues(each) else 165)
 
 
@@ -213,11 +219,12 @@ def test_another_loop_that_runs_stock_prefills_in_the_chunks_that_were_asked_for
 
 
 def test_long_prompts_run_in_parts_each_from_the_state_before(each):
-    """Parts of one length together, without padding, and no single token alone: 31 = 16 + 15 and 33 = 16 + 15 + 2."""
+    """No single token alone: 33 = 16 + 15 + 2."""
     prompts = ragged_prompts(31, 45, 33)
     stock, beams = run(each, SAMPLING, prompts), {**BEAMS, "use_cache": type(each).__name__ not in OTHER_BEAMS}
     beams = None if type(each).__name__ == "xLSTMForCausalLM" else run(each, beams, prompts)
-    passes = [16, 16, 16, 15, 15, 16, 2, 13] if continues(each) else [45] * 3
+    whole = [31, 45, 33] if packs(each) else [45] * 3
+    passes = [16, 15, 16, 16, 13, 16, 15, 2] if continues(each) else whole
     with fd.enabled(each, min_saved_tokens=1, max_prefill_tokens=16):
         with tokens_embedded(each) as counted:
             assert torch.equal(run(each, SAMPLING, prompts), stock)
@@ -234,7 +241,8 @@ def test_passes_are_as_long_as_memory_allows(name, monkeypatch):
     stock, monkeypatched = run(model, SAMPLING, prompts), monkeypatch.setattr
     monkeypatched(by_rows, "_COUNTED", 8)
     monkeypatched(by_rows, "_FEW", 8)
-    needed = by_rows.most_bytes(model, 8)
+    with fd.enabled(model):
+        needed = by_rows.most_bytes(model, 8)
     monkeypatched(by_rows, "usable_memory", lambda device: 2 * 6 * needed)
     for before in ([8], []):
         with fd.enabled(model, min_saved_tokens=1), tokens_embedded(model) as counted:
@@ -247,10 +255,11 @@ def test_memory_of_passes_is_counted_for_each_dtype(monkeypatch):
     model = copy.deepcopy(tiny_model_of("Qwen3NextForCausalLM"))
     monkeypatch.setattr(by_rows, "_COUNTED", 8)
     monkeypatch.setattr(by_rows, "_FEW", 8)
-    needed = by_rows.most_bytes(model, 8)
-    monkeypatch.setattr(by_rows, "usable_memory", lambda device: 2 * 600 * needed)
-    assert by_rows.tokens_that_fit(model, 10**6) == 4800
-    assert by_rows.tokens_that_fit(model.bfloat16(), 10**6) > 4800
+    with fd.enabled(model):
+        needed = by_rows.most_bytes(model, 8)
+        monkeypatch.setattr(by_rows, "usable_memory", lambda device: 2 * 600 * needed)
+        assert by_rows.tokens_that_fit(model, 10**6) == 4800
+        assert by_rows.tokens_that_fit(model.bfloat16(), 10**6) > 4800
 
 
 def test_states_after_a_gap_in_a_mask_are_of_that_gap(model):

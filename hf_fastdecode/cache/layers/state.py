@@ -4,6 +4,9 @@ States are stored as in transformers' own `LinearAttentionLayer`, because models
 adds where they come from: a state is computed once per distinct prompt and kept, unchanged, for the end of that
 prompt's path. Rows begin with copies of it (a fork). Decode steps overwrite the copies in place, so their addresses
 change only with the number of rows. Tokens cannot be removed from a state.
+
+A pass of prefill may have several prompts end to end in one row. Each of these segments begins with the state at the
+end of the path that it continues, and leaves one for the end of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import LinearAttentionLayer
 
-from ...attention.forest import End
+from ...attention.forest import End, end_of
 from ...errors import Unsupported
 from ..state import SharedState
 from ..storage import TokenStorage
@@ -96,6 +100,10 @@ class LayerOfOwnStates(LinearAttentionLayer):
                 self.update_recurrent_state(one, number)
         self.dtype, self.device = states[0].dtype, states[0].device
 
+    def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `run` returns for the rows of a pass, none of which is packed; see `StateLayer.by_segments`."""
+        return run(*args, **kwargs)
+
 
 class StateLayer(LayerOfOwnStates):
     """A layer that stores a state per row, and nothing per token.
@@ -138,7 +146,10 @@ class StateLayer(LayerOfOwnStates):
         self.drop_rows()
         if all(end is None for end in ends):
             return
-        states = self._copies(ends)
+        self._hold(self._copies(ends))
+
+    def _hold(self, states: States) -> None:
+        """Have these as the rows' states, of whichever number of rows."""
         self.place(states)
         for number, one in states.conv.items():
             self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
@@ -146,6 +157,44 @@ class StateLayer(LayerOfOwnStates):
             self.dtype, self.device = one.dtype, one.device
         for number in states.recurrent:
             self.is_recurrent_states_initialized[number] = True
+
+    def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `run`, a module's `forward`, returns for a row; of a packed one, for each segment by itself, joined.
+
+        Meanwhile the layer has the states of that segment, as of one row. Tensors among the arguments that are of the
+        row's tokens, ``[1, tokens, ...]``, are cut, and those returned are concatenated.
+        """
+        if not (segments := self.state.current.segments):
+            return run(*args, **kwargs)
+        tokens = sum(item.span.length for item in segments)
+        outputs, after, stop = list[Any](), list[States](), 0
+        for item in segments:
+            start, stop = stop, stop + item.span.length
+
+            def cut(one: Any, start: int = start, stop: int = stop) -> Any:
+                return one[:, start:stop] if isinstance(one, Tensor) and one.shape[:2] == (1, tokens) else one
+
+            self.begin_rows([end_of(item.context)])
+            outputs.append(run(*tree_map(cut, args), **tree_map(cut, kwargs)))
+            if (states := self.states) is not None:
+                after.append(states)
+        self._hold(States.joined(after))
+        return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
+
+    def begin_segments(self) -> bool:
+        """Give each segment of a packed row the state that it continues, as `begin_rows` gives rows.
+
+        It is for kernels that take all segments at once, from zeros where a path is empty. Returns whether the pass is
+        packed.
+        """
+        ends = [end_of(item.context) for item in self.state.current.segments]
+        if not ends:
+            return False
+        self.drop_rows()
+        if first := next(filter(None, ends), None):
+            zeros = self._copies([first]).each(torch.zeros_like)
+            self._hold(States.joined([zeros if end is None else self._copies([end]) for end in ends]))
+        return True
 
     def _copies(self, ends: Sequence[End | None]) -> States:
         known = [None if end is None else self.ends.get(end) for end in ends]
@@ -174,6 +223,8 @@ class StateLayer(LayerOfOwnStates):
         """Keep the rows' states as those at these ends, and leave the rows without."""
         states = self.states
         if states is None or states.rows != len(ends):
+            if self.state.current.segments:
+                raise Unsupported("code of its own in the place of a layer's ran over the states of packed prompts")
             rows = 0 if states is None else states.rows
             raise ValueError(f"a pass left the states of {rows} rows, where prompts have {len(ends)}")
         for row, end in enumerate(ends):

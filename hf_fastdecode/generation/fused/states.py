@@ -25,6 +25,7 @@ from ..._compat import torch_function
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, scan
+from ..interception.segments import by_segments
 from .trial import (
     FusedKind,
     by_copy,
@@ -72,7 +73,11 @@ def _others(forward: Callable[..., Any], names: frozenset[str]) -> dict[str, Cal
     return {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names}
 
 
-_replacement = by_copy(_others, serves=lambda hidden: hidden.shape[1:-1] == (1,))
+_of_copy = by_copy(_others, serves=lambda hidden: hidden.shape[1:-1] == (1,))
+
+
+def _replacement(module: nn.Module, names: frozenset[str]) -> Callable[..., Any]:
+    return by_segments(module, _of_copy(module, names))
 
 
 def _convolve(

@@ -1,12 +1,12 @@
 """Prefill by rows: each distinct prompt is a row of the pass, with the padding and the positions that stock gives it.
 
 It serves what packed prefill, which lays all tokens end to end in one row, cannot: positions whose planes differ, or
-that count padding, layers with a state per row, decoders with an encoder, whose prompts differ where its inputs do,
-and prompts with images, video or audio. These run as in stock, with its masks and attention, once for each distinct
-input. Every prompt is a node, shared by its samples and beams. A common prefix of different prompts is a node of its
-own where layers continue from its state; it runs before what follows, as of prompts that continue a given cache.
-Layers with states run that without padding, which would come between the state and the next token, hence with others
-of the same length only; so do the parts of a prompt longer than a pass. Without states, what follows images is packed.
+that count padding, layers whose states depend on padding or on gaps in a mask, decoders with an encoder, whose prompts
+differ where its inputs do, and prompts with images, video or audio. These run as in stock, with its masks and
+attention, once for each distinct input. Every prompt is a node, shared by its samples and beams. A common prefix of
+different prompts with images is a node of its own; it runs before what follows. Text that follows is packed. Where
+layers have states, images that follow run without padding, which would come between the state and the next token,
+hence with others of the same length only.
 
 A pass has as many tokens as its tensors have memory for. In PyTorch, scans of several tokens keep products of all
 pairs of a token and an entry of the state: of Nemotron-H in transformers 5.17 some 9 MB per token. And some images
@@ -39,7 +39,7 @@ from ..forward_pass import forward_pass, input_device, takes_positions
 from ..inputs.features import SharedFeatures
 from ..inputs.rows import InputRows
 from .packed import CapturedPasses, PrefillPass, packed_passes
-from .prompt_plan import FEWEST, PromptGroup, PromptPlan, TokensContinue
+from .prompt_plan import PromptGroup, PromptPlan, TokensContinue
 
 CapturedRowPasses = Callable[[SharedContextCache, Tensor, Tensor, int], Any]
 """Prefills a cache's current items, rows of these ids and positions, by captured graphs: the model's output for so
@@ -175,13 +175,17 @@ def prefill_passes(
         keep: Last positions of each row to return logits for, of passes by rows.
         length: Tokens of the longest prompt of packed passes, padding included; None for that of the nodes.
         max_tokens: Maximum positions per pass, padding included; one by rows has at least one row, and the whole
-            prompt of it unless layers continue from states.
+            prompt of it.
         captured: Runs packed passes by captured graphs where it can, and `captured_rows` passes by rows.
         arguments: Further ones of `packed_passes`.
     """
     cache.add_segment(plan.new_tokens)  # even if empty: the plan assumes its number
+    if continuation.scans and (rows is None or rows.images is None):
+        tokens = len(plan.new_tokens) if rows is None else rows.inputs.shape[1] * len(plan.items)
+        max_tokens = tokens_that_fit(model, min(max_tokens, max(1, tokens)), cache.position_planes)
     if rows is None:
-        given: dict[str, Any] = {"max_tokens": max_tokens, "captured": captured, **arguments}
+        given: dict[str, Any] = {"max_tokens": max_tokens, "continuation": continuation, **arguments}
+        given["captured"] = None if continuation.scans else captured  # whose buffers have no states
         yield from packed_passes(model, cache, plan.items, plan.new_tokens, wanted, **given)
     else:
         yield from _row_passes(model, cache, plan, rows, continuation, keep, max_tokens, captured_rows)
@@ -204,7 +208,7 @@ def _row_passes(
     capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
     features = None if rows.images is None else SharedFeatures(model, rows.images.counts_in_stock)
     arguments: dict[str, Any] = {"logits_to_keep": keep} if keeps_logits(model) else {}
-    for run in _runs(model, cache, plan, rows, continuation, max_tokens, capacity):
+    for run in _runs(cache, plan, rows, continuation, max_tokens, capacity):
         items = [one.item for one in run]
         part = rows.of_run(run)
         if run[0].form is Form.PACKED:
@@ -220,13 +224,9 @@ def _row_passes(
                 output = _pass(model, cache, part, arguments, features)
         kept = real[:, -keep:].to(output.logits.device)
         yield PrefillPass(_last_tokens(items, kept.sum(1).tolist()), output.logits[:, -keep:][kept], output)
-        for one in run:
-            if one.number:
-                continuation.end_part(cache, one.item.context)
 
 
 def _runs(
-    model: PreTrainedModel,
     cache: SharedContextCache,
     plan: PromptPlan,
     rows: Rows,
@@ -239,14 +239,9 @@ def _runs(
     They are a single pass if it is unknown which images belong to which prompt. One that does not depend on that is
     found first, since it may take a pass of the encoder to find out.
     """
-    images, scans, width = rows.images, continuation.scans, rows.inputs.shape[1]
-    prompts = whole_prompts(plan, rows, scans=scans)
-    if scans and images is None:
-        max_tokens = tokens_that_fit(model, min(max_tokens, width * max(1, len(plan.items))))
-    mask, divides = rows.attention_mask, scans and continuation.continues and images is None
-    if divides and mask is not None:  # which waits for the device
-        divides = not bool((mask[:, 1:] < mask[:, :-1]).any())
-    runs = passes(prompts, width, max_tokens, divides=divides, capacity=capacity)
+    images, width = rows.images, rows.inputs.shape[1]
+    prompts = whole_prompts(plan, rows, scans=continuation.scans)
+    runs = passes(prompts, width, max_tokens, capacity=capacity)
     if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
@@ -339,25 +334,23 @@ class Form(Enum):
 
 
 class Part(NamedTuple):
-    """Tokens of a prompt that a pass computes: their item, the first group that has them, how they run, with others
-    of the same form, and the number of the part."""
+    """Tokens of a prompt that a pass computes: their item, the first group that has them, and how they run, with
+    others of the same form."""
 
     item: PrefillItem
     group: int
     form: Form
-    number: int = 0
 
 
 def whole_prompts(plan: PromptPlan, rows: Rows, *, scans: bool) -> list[Part]:
-    """The items of a plan of distinct rows, undivided; see `TokensContinue.scans`."""
+    """The items of a plan of distinct rows; see `TokensContinue.scans`."""
 
     def form(item: PrefillItem, group: int) -> Form:
         if not item.context and plan.ends[group] == item.span.stop - 1:
             return Form.WHOLE
-        if rows.images is None or (item.context and scans):
-            return Form.ROWS
-        packs = item.context and not rows.images_in(group, item.position, item.span.length)
-        return Form.PACKED if packs else Form.PADDED
+        if rows.images is None or (item.context and not rows.images_in(group, item.position, item.span.length)):
+            return Form.PACKED
+        return Form.ROWS if item.context and scans else Form.PADDED
 
     return [Part(item, group, form(item, group)) for item, group in zip(plan.items, plan.groups, strict=True)]
 
@@ -376,20 +369,18 @@ def passes_by_input(
 
 
 def passes(
-    parts: Sequence[Part], width: int, max_tokens: int, *, divides: bool = False, capacity: ImagePasses | None = None
+    parts: Sequence[Part], width: int, max_tokens: int, *, capacity: ImagePasses | None = None
 ) -> Iterator[list[Part]]:
     """The parts of each pass: whole prompts first, then others, those in rows of one length by length.
 
     A part comes after what it continues, whose context is a part of its own. A pass has at most `max_tokens`
     positions, padding included, or what its capacity for images says, but one part at least.
     """
-    if divides:
-        parts = [one for part in parts for one in _divided(part, width, max_tokens)]
-    alike: dict[tuple[int, int, int, int], list[Part]] = {}
+    alike: dict[tuple[int, int, int], list[Part]] = {}
     forms = list(Form)
     for part in parts:
-        depth, length = len(part.item.context) - (part.number > 0), part.item.span.length
-        kind = depth, part.number, forms.index(part.form), length if part.form is Form.ROWS else 0
+        depth, length = len(part.item.context), part.item.span.length
+        kind = depth, forms.index(part.form), length if part.form is Form.ROWS else 0
         alike.setdefault(kind, []).append(part)
     for _, those in sorted(alike.items(), key=lambda item: item[0]):
         run, longest, tokens = list[Part](), 0, 0
@@ -404,24 +395,6 @@ def passes(
                 run, longest, tokens = [], length, length
             run.append(part)
         yield run
-
-
-def _divided(part: Part, width: int, max_tokens: int) -> Iterator[Part]:
-    """Parts of at most `max_tokens` tokens, without padding, and of at least `FEWEST`."""
-    span, context = part.item.span, part.item.context
-    if (width if part.form is Form.WHOLE else span.length) <= max_tokens:
-        yield part
-        return
-    start = number = 0
-    while start < span.length:
-        left = span.length - start
-        count = min(left, max(max_tokens, 2 * FEWEST))
-        if 0 < left - count < FEWEST:
-            count = left - FEWEST
-        before = (span[:start],) if start else ()
-        item = PrefillItem(span[start : start + count], (*context, *before))
-        yield Part(item, part.group, Form.ROWS, number)
-        start, number = start + count, number + 1
 
 
 _COUNTED = 256
@@ -439,14 +412,14 @@ _bytes_per_token: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] =
 _bytes_with_images: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
-def tokens_that_fit(model: PreTrainedModel, tokens: int) -> int:
-    """Tokens of so many that a pass may have at once: all, or a multiple of `_COUNTED`."""
+def tokens_that_fit(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
+    """Tokens of so many that a pass with such positions may have at once: all, or a multiple of `_COUNTED`."""
     device = input_device(model)
     if tokens <= _FEW or (usable := usable_memory(device)) is None:
         return tokens
     known = _bytes_per_token.setdefault(model, {})
     if (needed := known.get(model.dtype)) is None:
-        needed = known[model.dtype] = most_bytes(model, _COUNTED) / _COUNTED
+        needed = known[model.dtype] = most_bytes(model, _COUNTED, planes) / _COUNTED
     fit = int(_USED_SHARE * usable / max(needed, 1.0))
     return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
 
@@ -482,21 +455,25 @@ class ImagePasses:
 
 
 @torch.no_grad()
-def most_bytes(model: PreTrainedModel, tokens: int) -> int:
-    """The most bytes that tensors of a pass over so many tokens of a row take at a time, without its cache."""
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model))
-    with _Counted() as counted:
-        uncompiled_call(
-            model, input_ids=ids, use_cache=False, **({"logits_to_keep": 1} if keeps_logits(model) else {})
+def most_bytes(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
+    """The most bytes that tensors of a pass over so many tokens of a row take at a time, as they run here."""
+    ids, cache = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model)), SharedContextCache()
+    cache.kept, cache.state.position_planes = False, planes
+    more: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
+    with _Counted(empty=True) as counted:
+        forward_pass(
+            model, cache, torch.arange(tokens, device=ids.device)[None], input_ids=ids, use_cache=True, **more
         )
     return counted.most
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make (`most` at a time), but for empty ones, which caches keep."""
+    """Counts the bytes of tensors that operators make (`most` at a time); where `empty`, also of those that kernels
+    fill, and that caches keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty: bool = False) -> None:
         super().__init__()
+        self._left_out = () if empty else _EMPTY
         self.most = self._held = 0
         self._known: set[int] = set()
 
@@ -505,7 +482,7 @@ class _Counted(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in _EMPTY else ():
+        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in self._left_out else ():
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
             if storage is not None and storage._cdata not in given | self._known:  # no view
                 self._known.add(storage._cdata)

@@ -103,7 +103,7 @@ def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan
         cache.inputs = prompts.inputs.inputs
     keeps = keeps_prompts(call) and prompts.may_reuse and prompts.prefixes.of_text
     unshared, again = None, False
-    if request.ends_in_steps and not prompts.by_rows:
+    if request.ends_in_steps and not prompts.by_rows and not continuation_of(call.structure.layout).scans:
         if reuses:
             compared, again = _without_last(call, cache, compared, request)
         else:
@@ -192,7 +192,7 @@ def _kept_cache(call: CallContext, prompts: Prompts, checks_later: bool) -> Shar
         store, least = call.state.prefix_store, call.options.min_shared_tokens
         base, call.fingerprint = store.find(call.model_now, prompts.groups, least=least)
         return base if checks_later or weights_hold(call) else None
-    if not call.structure.layout.prefills_by_rows:
+    if not call.structure.layout.beyond_tokens:
         call.state.note_prompt(call.model, prompts.groups[0].tokens)
     return None
 

@@ -303,7 +303,7 @@ class ShortCalls:
         estimates = {loop: one for loop in (_OURS, _STOCKS) if (one := Estimate.of(call, loop))}
         if not estimates:
             return None
-        advises = not (options.reuse_prefix or layout.prefills_by_rows)
+        advises = not (options.reuse_prefix or layout.beyond_tokens)
         conditions, reason = _conditions(call.model), call.report.mode_reason
         return cls(options, conditions, bool(layout.cross), advises, estimates, reason)
 

@@ -133,6 +133,7 @@ def _plan(
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
     merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
     in_order = compare_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
+    in_order = continuation_of(structure.layout).reusing(in_order, cache, options.worth_passes)
     if in_order.new_length >= given.new_length:
         return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]

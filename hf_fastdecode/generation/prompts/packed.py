@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..._compat import keeps_logits
-from ...attention.forest import Span
+from ...attention.forest import Path, Span
 from ...attention.overrides import no_autocast
 from ...cache.shared import SharedContextCache
 from ...cache.state import PrefillItem
 from ..forward_pass import forward_pass, input_device
+from .prompt_plan import TOKENS, TokensContinue
 
 CapturedPasses = Callable[[SharedContextCache, Tensor, Sequence[int]], Tensor | None]
 """Prefills a cache's current items of these tokens by captured graphs: logits ``[wanted, vocabulary]`` of the tokens
@@ -51,6 +52,7 @@ def packed_passes(
     wanted: Sequence[int],
     *,
     max_tokens: int,
+    continuation: TokensContinue = TOKENS,
     embeddings: Callable[[Tensor], Tensor] | None = None,
     positions: Tensor | None = None,
     captured: CapturedPasses | None = None,
@@ -59,13 +61,15 @@ def packed_passes(
     """Compute runs of tokens into the cache.
 
     They are packed into one row without padding, several runs per forward pass; each token attends to its own path
-    only. A run longer than `max_tokens` is computed in chunks.
+    only, and states begin anew at each run (`StateLayer.by_segments`). A run longer than `max_tokens` is computed in
+    chunks, where layers can continue these.
 
     Args:
         cache: The cache, with storage for the items' spans.
         items: The runs, parents before their children.
         tokens: ``[length]`` ids of all items, in their order.
         wanted: Indices of tokens to return logits for, ascending.
+        continuation: How layers continue the runs' contexts.
         embeddings: Maps ids ``[tokens]`` to ``[tokens, hidden]``, if the prompts are embeddings.
         positions: ``[..., 1, length]`` int64, where they are not those of counted tokens.
         captured: Runs passes by captured graphs where it can; not with embeddings, positions or further arguments.
@@ -78,7 +82,7 @@ def packed_passes(
     whole = bool(arguments or cache.state.suffix_rows)  # so are tokens of suffixes
     most = None if whole else cache.state.division.most_of_pass(model.parameters(), max_tokens)
     divide, stop = most is not None, 0
-    for items_of_pass in _passes(items, max_tokens if most is None else most):
+    for items_of_pass, ended in _passes(items, max_tokens if most is None else most, continuation):
         start, stop = stop, stop + sum(item.span.length for item in items_of_pass)
         here = list(wanted[bisect_left(wanted, start) : bisect_left(wanted, stop)])
         wanted_here = [token - start for token in here]
@@ -100,6 +104,8 @@ def packed_passes(
                 given = {"inputs_embeds": embeddings(ids)[None]}
             given |= {"use_cache": True, "return_dict": True} | ({"logits_to_keep": keep} if keeps else {})
             output = forward_pass(model, cache, places.to(device), **given, **arguments)
+        for path in ended:
+            continuation.end_part(cache, path)
         kept = (output.logits[0] if keeps else output.logits[0, keep])[: len(wanted_here)]
         if divided is not None and here:
             kept = divided.elements_of_all(kept, indices, len(here))
@@ -156,24 +162,26 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
     return torch.cat([torch.arange(first, first + count, device="cpu") for first, count in firsts])
 
 
-def _passes(items: Sequence[PrefillItem], max_tokens: int) -> Iterator[list[PrefillItem]]:
-    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, of which each fills one
-    contiguous run of each segment; parents come in an earlier pass than their children."""
-    batch: list[PrefillItem] = []
+def _passes(
+    items: Sequence[PrefillItem], max_tokens: int, continuation: TokensContinue = TOKENS
+) -> Iterator[tuple[list[PrefillItem], list[Path]]]:
+    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, or one part, of which
+    each fills one contiguous run of each segment; parents come in an earlier pass than their children.
+
+    With the paths that a pass continues and that end within an item.
+    """
+    batch, ended = list[PrefillItem](), list[Path]()
     room, firsts = max_tokens, dict[int, int]()
-    for item in (part for whole in items for part in _parts(whole, max_tokens)):
+    parts = (pair for whole in items for pair in enumerate(continuation.parts(whole, max_tokens)))
+    for number, item in parts:
         reads = any(span.stop > firsts.get(span.segment, span.stop) for span in item.context)  # of the pass itself
         if batch and (reads or item.span.length > room):
-            yield batch
-            batch, room, firsts = [], max_tokens, {}
+            yield batch, ended
+            batch, ended, room, firsts = [], [], max_tokens, {}
         batch.append(item)
+        if number:
+            ended.append(item.context)
         room -= item.span.length
         firsts.setdefault(item.span.segment, item.span.start)
     if batch:
-        yield batch
-
-
-def _parts(item: PrefillItem, max_tokens: int) -> Iterator[PrefillItem]:
-    for start in range(0, item.span.length, max_tokens):
-        before = (item.span[:start],) if start else ()
-        yield PrefillItem(item.span[start : start + max_tokens], (*item.context, *before))
+        yield batch, ended

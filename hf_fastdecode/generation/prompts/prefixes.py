@@ -263,7 +263,7 @@ def _continues_text(call: CallContext, token: Tensor) -> bool:
         tokens = token.repeat(1, 2 * FEWEST)
         plan = compare_prompts([PromptGroup(tokens[0], 1)], StoredPrompts(cache), min_shared_tokens=1).plan()
         try:
-            rows = Rows.of(tokens, None) if structure.layout.prefills_by_rows else None
+            rows = None if structure.layout.packs else Rows.of(tokens, None)
             deque(prefill_passes(model, cache, plan, continuation, rows=rows, max_tokens=limit), maxlen=0)
         except _ASKS_FOR_IMAGES:
             return False

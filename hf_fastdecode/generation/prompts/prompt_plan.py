@@ -239,7 +239,8 @@ class ComparedPrompts:
 
         Args:
             worth: From the number of further passes, the tokens that these must save.
-            packed: Whether what remains of the prompts runs in one pass, and not in one for each length.
+            packed: Whether what remains of the prompts runs in one pass, and not in one for each length, as where it
+                may have images before which no padding may be.
         """
         alone = sum(len(group.tokens) for group in self.groups) - sum(self.reused_lengths)
         lengths = ((run.depth, run.stop - self._first_new(run)) for run in self._tree.ranges)
@@ -296,6 +297,16 @@ def compare_prompts(
     )
 
 
+def _divided(item: PrefillItem, starts: Sequence[int]) -> list[PrefillItem]:
+    """Parts of an item that begin at these of its tokens, each after those before it."""
+    span, stops = item.span, (*starts[1:], item.span.length)
+    befores = ((span[:start],) if start else () for start in starts)
+    return [
+        PrefillItem(span[start:stop], (*item.context, *before))
+        for start, stop, before in zip(starts, stops, befores, strict=True)
+    ]
+
+
 class TokensContinue:
     """How layers continue what a cache stores: here after any token, since each has keys and values of its own.
 
@@ -323,6 +334,10 @@ class TokensContinue:
             alike: Whether prompts that begin with the same tokens may share these.
         """
         return compared if text else compared.if_it_saves(worth)
+
+    def parts(self, item: PrefillItem, most: int) -> list[PrefillItem]:
+        """An item in parts of at most so many tokens, each of which continues what is stored of those before."""
+        return _divided(item, range(0, item.span.length, most))
 
     def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
         """Why a prompt reuses less than half of a given cache, of which it holds so many tokens.
@@ -374,7 +389,15 @@ class StatesContinue(TokensContinue):
         common = [min(shared, *both) for shared, both in zip(prompts.common, pairwise(lengths), strict=True)]
         common = [shared if shared >= reused + FEWEST else min(shared, reused) for shared in common]
         least = max(prompts.min_shared_tokens, FEWEST)
-        return replace(prompts, common=common, min_shared_tokens=least).if_it_saves(worth, packed=False)
+        return replace(prompts, common=common, min_shared_tokens=least).if_it_saves(worth, packed=text)
+
+    def parts(self, item: PrefillItem, most: int) -> list[PrefillItem]:
+        """Parts of at least `FEWEST` tokens; whole items where no part would continue the one before."""
+        length, most = item.span.length, max(most, 2 * FEWEST)
+        starts = list(range(0, length, most)) if self.continues else [0]
+        if len(starts) > 1 and length - starts[-1] < FEWEST:
+            starts[-1] = length - FEWEST
+        return _divided(item, starts)
 
     def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
         if 2 * reused >= held:
@@ -388,9 +411,9 @@ class StatesContinue(TokensContinue):
         cache.forget_states(path)
 
 
-_TOKENS: Final = TokensContinue()
+TOKENS: Final = TokensContinue()
 
 
 def continuation_of(layout: ModelLayout) -> TokensContinue:
     """How a model's layers continue what a cache stores."""
-    return StatesContinue(continues=layout.continues_states) if layout.states else _TOKENS
+    return StatesContinue(continues=layout.continues_states) if layout.states else TOKENS

@@ -24,7 +24,7 @@ from ..inputs.distinct import FoundInputs
 from ..structure import Structure
 from .by_rows import Rows
 from .prefixes import TEXT, TextPrefixes, prefixes_of
-from .prompt_plan import PromptGroup, PromptPlan, group_prompts
+from .prompt_plan import PromptGroup, PromptPlan, continuation_of, group_prompts
 
 _FEW = 1 << 17
 """Elements of prompts, mask and positions that are checked on the CPU: a copy of 1 MB."""
@@ -180,10 +180,10 @@ def read_prompts(
         raise Unsupported("without position_ids, models count those behind images by themselves")
     padded = (counts or counts_padding(model)) and shown is not None and not bool(shown.all())
     apart = padded or places_tokens(model)
-    by_rows = apart or not tokens_say_all or structure.layout.prefills_by_rows
-    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=kept, hidden=hidden)
     planes = None if tokens_say_all else placed.ids
     groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers())
+    by_rows = apart or not tokens_say_all or not _pack(structure, groups)
+    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=kept, hidden=hidden)
     inputs = prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
     row_positions = positions.ids if text else call.arguments.get(names.positions)
@@ -195,13 +195,19 @@ def read_prompts(
     )
 
 
+def _pack(structure: Structure, groups: list[PromptGroup]) -> bool:
+    """Whether prompts of text may be packed into one row; not those with gaps, over which layers scan."""
+    scans = continuation_of(structure.layout).scans
+    return structure.layout.packs and not (scans and any(group.gaps for group in groups))
+
+
 def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None:
     """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
     if apart and (kept or hidden):
         what = "hidden states are asked for" if hidden else "the call's cache would be kept"
         raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
     if by_rows and hidden:
-        raise Unsupported("output_hidden_states is not accelerated yet for models with states or an encoder")
+        raise Unsupported("output_hidden_states is not accelerated yet for prompts by rows, as of an encoder's inputs")
 
 
 def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: Tensor | None) -> Prompts:
@@ -209,7 +215,7 @@ def read_text(model: PreTrainedModel, structure: Structure, ids: Tensor, mask: T
     check_prompts(model, structure, ids, mask, longest=ids.shape[1])
     apart = places_tokens(model)
     groups = group_prompts(ids, mask)
-    by_rows = apart or structure.layout.prefills_by_rows
+    by_rows = apart or not _pack(structure, groups)
     return Prompts(ids, mask, Positions(None), None, groups, False, apart, True, by_rows)
 
 

@@ -7,6 +7,7 @@ rows, so that beams are those of ``use_cache=False``.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,16 +21,20 @@ from ...attention.overrides import OwnCode, OwnStates
 def attend_minimax(module: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     """Overrides `MiniMaxLightningAttention.forward`, which continues from a state token by token only."""
     layer = cache_in(kwargs).layers[module.layer_idx]
+    return layer.by_segments(partial(_attend_minimax, module, layer), hidden_states, **kwargs), None
+
+
+def _attend_minimax(module: Any, layer: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
     (state,) = layer.kept_states or (None,)  # [rows, heads, head_dim, head_dim]
     if state is not None and hidden_states.shape[1] > 1:
         out, state = _continue_minimax(module, hidden_states, kwargs.get("attention_mask"), state)
         layer.keep_states((state,))
-        return out, state
+        return out
     # The methods of `MiniMaxCache` that it calls.
     states = SimpleNamespace(
         get_linear_cache=lambda index: state, set_linear_cache=lambda index, new: layer.keep_states((new,))
     )
-    return type(module).forward(module, hidden_states, **with_cache(kwargs, states))
+    return type(module).forward(module, hidden_states, **with_cache(kwargs, states))[0]
 
 
 def _continue_minimax(module: Any, hidden_states: Tensor, mask: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +107,7 @@ def run_xlstm(module: Any, input_ids: Any = None, inputs_embeds: Any = None, **k
 STATES = {
     "minimax": OwnCode(
         {"MiniMaxLightningAttention": {"forward": attend_minimax}, "MiniMaxModel": {"forward": run_minimax}},
-        states=OwnStates(1, continues=True),
+        states=OwnStates(1, continues=True, segments=True),
     ),
     "recurrent_gemma": OwnCode({"RecurrentGemmaModel": {"forward": run_recurrent_gemma}}, states=OwnStates(2)),
     "xlstm": OwnCode({"xLSTMModel": {"forward": run_xlstm}}, states=OwnStates(3, beams=False)),
