@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, local_part
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, stored_parts
 from ..attention.overrides import autocast_dtype
 from ..instance_methods import STATE_ATTRIBUTE
 from .forward_pass import input_device
@@ -270,7 +270,8 @@ def _function(method: object) -> object:
 
 def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
     """Address, dtype, shape and strides of the tensors, or of what this process stores of them."""
-    return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
+    parts = chain.from_iterable(map(stored_parts, tensors))
+    return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in parts])
 
 
 def _of_length_seen(module: nn.Module, name: str) -> bool:
@@ -400,7 +401,7 @@ class ModelWatch:
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
         tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
         tensors += [modules[index]().__dict__[name] for index, name in self._loose]
-        return tuple(local_part(tensor).data_ptr() for tensor in tensors)
+        return tuple(one.data_ptr() for one in chain.from_iterable(map(stored_parts, tensors)))
 
     def _values(self, own: list[dict[str, Any]], modules: list[nn.Module]) -> list[object]:
         """All objects that are compared, in one order; raises KeyError where an attribute is gone."""
