@@ -143,8 +143,8 @@ def small_case(shape: str) -> GenerateCase:
     """A case for checks of ways of a shape: of a tiny one that is given the like, with weights of the same kind."""
     shape, how = split_shape(shape)
     if how is not None:
-        small = small_case(shape)
-        return replace(small, shape=f"{'tiny-experts' if how == 'mxfp4' else small.shape}:{how}")
+        case = small_case(shape)
+        return replace(case, shape=f"{'tiny-experts' if how == 'mxfp4' else case.shape}:{how}")
     if shape not in INPUT_SHAPES:
         return _TEXT
     small = INPUT_SHAPES[shape].small

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, stored_parts
 from hf_fastdecode.generation import foreign_code
+from hf_fastdecode.generation.foreign_code import is_set_once
+from hf_fastdecode.generation.prompts.gain import _elements
 from hf_fastdecode.generation.snapshot import captured_state
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
@@ -140,10 +142,18 @@ def test_scales_of_packed_weights_are_parts_of_them():
         pass
 
     packed, scales, of_scales = Params4bit(weight, requires_grad=False), torch.ones(2), torch.ones(1)
-    packed.quant_state = SimpleNamespace(absmax=scales, state2=SimpleNamespace(absmax=of_scales))
+    packed.quant_state = SimpleNamespace(absmax=scales, state2=SimpleNamespace(absmax=of_scales), shape=(4, 4))
     assert [id(one) for one in stored_parts(packed)] == [id(packed), id(scales), id(of_scales)]
     packed.quant_state.state2 = None
     assert len(stored_parts(packed)) == 2
+    assert (_elements(packed), _elements(weight)) == (16, 8)
+
+
+def test_a_forward_that_transformers_sets_once():
+    """Before 5.24 gpt-oss' layers with experts in MXFP4 have one of their own, which is captured."""
+    own = FunctionType(nn.Identity.forward.__code__, {"__name__": "transformers.integrations.mxfp4"})
+    assert is_set_once(MethodType(own, nn.Identity()))
+    assert not is_set_once(MethodType(test_a_forward_that_transformers_sets_once, nn.Identity()))
 
 
 class Linear8bitLt(nn.Linear):
