@@ -22,9 +22,10 @@ EAGER = find_way("eager+min_saved_tokens=64")
 def fp8(monkeypatch):
     """The Hub's product by PyTorch, which leaves activations as they are."""
 
-    def product(x, weight, scales, block_size=None, bias=None, *_):
-        weight = finegrained_fp8._dequantize_fp8_weight(weight, scales, block_size, torch.float32)
-        return F.linear(x.float(), weight, bias).to(x.dtype)
+    def product(x, weight, scales, block_size=None, bias=None, *_, **others):
+        rows, columns = weight.shape
+        of_elements = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        return F.linear(x.float(), weight.float() * of_elements, bias).to(x.dtype)
 
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", product)
     monkeypatch.setitem(quantized.QUANTIZERS, "fp8", quantized.QUANTIZERS["fp8"]._replace(requires=(), in_fp32=True))
@@ -52,7 +53,11 @@ def test_ways_are_checked_with_such_weights(fp8, monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         assert check_way(EAGER, CPU, dtype, small_case("tiny:fp8")) is None
     whole = finegrained_fp8.fp8_linear
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda x, *rest: whole(x, *rest) * (1 + (x.shape[0] == 1)))
+
+    def of_one_row(x, *rest, **others):
+        return whole(x, *rest, **others) * (1 + (x.shape[0] == 1))
+
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", of_one_row)
     assert check_way(EAGER, CPU, torch.float32, small_case("tiny:fp8")).startswith("wrong: other tokens than stock")
 
 
