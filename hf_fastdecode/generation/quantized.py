@@ -26,7 +26,7 @@ def check_quantized(walk: ModelWalk) -> None:
             "its 8-bit layers (bitsandbytes) find outlier features over all tokens of a pass",
             "load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
         )
-    if any(_scales_all_tokens(weight) for weight in walk.parameters if hasattr(weight, "__tensor_flatten__")):
+    if any(_scales_all_tokens(weight) for weight in walk.parameters if type(weight) is not nn.Parameter):
         raise Unsupported(
             "its activations are quantized with one scale for all tokens of a pass (PerTensor)",
             "quantize it with granularity=PerRow()",
