@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 from weakref import ref
@@ -293,6 +293,9 @@ def changes_frequencies(module: nn.Module) -> bool:
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
 
 
+_values_of: Final = methodcaller("values")
+"""Of parameters that a library keeps in a mapping of its own, too, such as compressed-tensors'."""
+
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes by which PyTorch keeps its books, of which `_REGISTERED` are compared by what is in them."""
@@ -399,7 +402,7 @@ class ModelWatch:
         modules = self._modules
         own = [modules[index]().__dict__ for index in self._homes]
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
-        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
+        tensors = [tensor for tensor in chain.from_iterable(map(_values_of, registered)) if tensor is not None]
         tensors += [modules[index]().__dict__[name] for index, name in self._loose]
         return tuple(one.data_ptr() for one in chain.from_iterable(map(stored_parts, tensors)))
 
@@ -413,7 +416,7 @@ class ModelWatch:
             registered += [parts[index] for index in filled]
         attributes = [get(one) for get, one in zip(self._getters, own, strict=True)]
         settings = [value for one in self._configs for name, value in vars(one).items() if name not in _BY_VALUE]
-        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(dict.values, registered))
+        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(_values_of, registered))
         found = list(chain(map(type, modules), chain.from_iterable(attributes), names, tensors, settings))
         for index, name in self._containers:
             found += _contents(own[index][name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_fastdecode.generation.prompts.gain import _elements
 from hf_fastdecode.generation.snapshot import captured_state
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .calls import PROMPT, SAMPLING
+from .calls import PROMPT, SAMPLING, as_in_stock
 
 CALL = ragged_prompts(41, 36, shared=33) | {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 3}
 
@@ -154,6 +155,19 @@ def test_a_forward_that_transformers_sets_once():
     own = FunctionType(nn.Identity.forward.__code__, {"__name__": "transformers.integrations.mxfp4"})
     assert is_set_once(MethodType(own, nn.Identity()))
     assert not is_set_once(MethodType(test_a_forward_that_transformers_sets_once, nn.Identity()))
+
+
+def test_parameters_in_a_mapping_of_their_own(model):
+    """As of compressed-tensors, which may keep them elsewhere."""
+    layers = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    own = [vars(one)["_parameters"] for one in layers]
+    for one in layers:
+        vars(one)["_parameters"] = UserDict(vars(one)["_parameters"])
+    try:
+        assert as_in_stock(model, lambda: model.generate(**PROMPT, **SAMPLING), "shared")
+    finally:
+        for one, parameters in zip(layers, own, strict=True):
+            vars(one)["_parameters"] = parameters
 
 
 class Linear8bitLt(nn.Linear):
