@@ -170,6 +170,31 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
+
+
+def stored_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory in which this process stores a tensor: itself, a DTensor's local part, or what quantized
+    weights are made of: tensors of a wrapper (torchao, quanto), packed numbers with their scales (bitsandbytes).
+
+    A wrapper's own address is 0, and its version is not that of its parts.
+    """
+    if type(tensor) in _PLAIN:
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):  # PyTorch's protocol of wrappers
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [one for part in parts if isinstance(part, Tensor) for one in stored_parts(part)]
+    state = getattr(tensor, "quant_state", None)  # of bitsandbytes, whose scales may be quantized too
+    scales = [getattr(one, "absmax", None) for one in (state, getattr(state, "state2", None))]
+    return [tensor, *(one for one in scales if isinstance(one, Tensor))]
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """Context in which operators on subclasses of tensors return plain ones, for torch to make public."""
+    context: AbstractContextManager[Any] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
 def doge_is_causal(modelling: Any) -> bool:
     """Whether Doge adds its gates to a causal mask also in prompts without padding; goes with transformers 5.17.
 

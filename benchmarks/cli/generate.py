@@ -31,7 +31,7 @@ from ..generate.cases import (
     parse_way,
     spans,
 )
-from ..generate.shapes import INPUT_SHAPES
+from ..generate.shapes import INPUT_SHAPES, split_shape
 from .options import (
     AllShapes,
     Check,
@@ -88,7 +88,8 @@ def generate(
 
     `whisper-large-v3` is given a recording of 30 seconds, 1,500 tokens for its decoder, and begins a transcript with 4
     tokens; `t5-3b` encodes as many tokens as the context has; `qwen3-vl-2b` is given an image of 1,024 tokens in a
-    text, both of which the context counts.
+    text, both of which the context counts. A shape such as `8b-gqa:bnb-4bit` has quantized weights; a way is then
+    compared with stock's of the same weights.
 
     Examples:
 
@@ -150,20 +151,23 @@ def check_models(cases: Sequence[GenerateCase], device: str, place: torch.device
     A large shape runs on a CPU only if that was named as the device, which `place` then is.
     """
     for shape in dict.fromkeys(case.shape for case in cases):
-        given = INPUT_SHAPES.get(shape)
-        limit = MAX_POSITIONS if shape in SHAPES or given else max_positions(load_config(shape))
+        name, _ = split_shape(shape)
+        given = INPUT_SHAPES.get(name)
+        limit = MAX_POSITIONS if name in SHAPES or given else max_positions(load_config(name))
         for case in (case for case in cases if case.shape == shape):
             if given:
                 given.given.check(case)
             asked = f"--point {case.context}x{case.samples}" if case.tree is None else f"--tree {case.tree}"
             check_positions(asked, case.context, case.new_tokens, limit, shape)
-        if place.type == "cpu" and (shape in SHAPES or given):
-            check_weights(shape, given.parameters() if given else parameters(shape), device)
+        if place.type == "cpu" and (name in SHAPES or given):
+            check_weights(shape, given.parameters() if given else parameters(name), device)
 
 
 def _shapes(shape: list[str] | None, more: Iterable[str] = ()) -> list[str]:
     """The shapes; the embedded model without any."""
-    return check_choice("shape", shape or [EMBEDDED], (*SHAPES, *more, EMBEDDED))
+    shapes = shape or [EMBEDDED]
+    check_choice("shape", [split_shape(one)[0] for one in shapes], (*SHAPES, *more, EMBEDDED))
+    return list(dict.fromkeys(shapes))
 
 
 def _calls(

@@ -16,12 +16,14 @@ from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.rows import C, Case, Measurement, provenance, run
 from hf_fastdecode.measurement.shapes import SHAPES
 
-from ..generate.shapes import INPUT_SHAPES
+from ..generate.shapes import INPUT_SHAPES, QUANTIZED
 
 
 def _shapes(names: Iterable[str]) -> Any:
     named = f"Model with random weights, repeatable: {', '.join(names)}"
-    return typer.Option(help=f"{named}; or `embedded`, which is trained and small.", show_default="embedded")
+    quantized = f"With `:{'`, `:'.join(QUANTIZED)}` after it, its weights are quantized."
+    trained = "or `embedded`, which is trained and small"
+    return typer.Option(help=f"{named}; {trained}. {quantized}", show_default="embedded")
 
 
 Shapes = Annotated[list[str] | None, _shapes(SHAPES)]

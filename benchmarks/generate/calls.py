@@ -27,7 +27,8 @@ from hf_fastdecode.patches.config_base import SlimLayer
 from ..ops.inputs import BOUND
 from ..slim.cases import RANK_DIVISOR
 from .cases import GenerateCase
-from .shapes import INPUT_SHAPES, given_of
+from .quantized import QUANTIZERS, dequantized, quantize
+from .shapes import INPUT_SHAPES, given_of, split_shape
 from .ways import GenerateWay, using
 
 
@@ -36,8 +37,13 @@ def load(shape: str, device: torch.device, dtype: torch.dtype, slim: str | None 
 
     Every sample of it runs to the end, so that steps are comparable. With `slim`, the plan of every layer, it is a
     slim model with random weights. Raises InputError without such a checkpoint, NotAvailableError for a shape
-    without a slim form.
+    without a slim form, or one whose weights cannot be quantized as its name says.
     """
+    shape, how = split_shape(shape)
+    if how is not None:
+        model = load(shape, device, dtype, slim)
+        quantize(model, how)
+        return model
     if slim is not None:
         fields = SHAPES.get(shape, {})
         if not fields or fields["num_key_value_heads"] != fields["num_attention_heads"]:
@@ -121,8 +127,10 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: 
     # wait, of which no logits are returned.
     kept = {name: value for name, value in (way.enable or {}).items() if name not in ("sampler", "max_rows")}
     way = replace(way, enable=kept)
+    how = split_shape(case.shape)[1]
+    in_fp32 = QUANTIZERS[how].in_fp32 if how else not (way.half and device.type == "cuda")
     try:
-        if not (way.half and device.type == "cuda") and not gives_stock_tokens(way, device, case):
+        if in_fp32 and not gives_stock_tokens(way, device, case):
             return f"wrong: other tokens than stock in fp32 on {device}"
         if dtype != torch.float32 and not (ratio := logits_error(way, device, dtype, case)) <= BOUND:
             return f"wrong: logits err {ratio:.2f} times stock's error in {dtype}, at most {BOUND:g} is right"
@@ -132,7 +140,11 @@ def check_way(way: GenerateWay, device: torch.device, dtype: torch.dtype, case: 
 
 
 def small_case(shape: str) -> GenerateCase:
-    """A case for checks of ways of a shape: of a tiny one that is given the like."""
+    """A case for checks of ways of a shape: of a tiny one that is given the like, with weights of the same kind."""
+    shape, how = split_shape(shape)
+    if how is not None:
+        case = small_case(shape)
+        return replace(case, shape=f"{'tiny-experts' if how == 'mxfp4' else case.shape}:{how}")
     if shape not in INPUT_SHAPES:
         return _TEXT
     small = INPUT_SHAPES[shape].small
@@ -162,7 +174,8 @@ def logits_error(way: GenerateWay, device: torch.device, dtype: torch.dtype, cas
         what_ran(model)
     found = torch.stack(record.logits, 1)  # [rows, tokens, vocabulary]
     drawn, shown = sequences[:, -case.new_tokens :], found.isfinite()  # but for suppressed tokens
-    oracle = _logits(copy.deepcopy(model).double(), case, drawn)[shown]
+    plain = dequantized(model) if split_shape(case.shape)[1] else copy.deepcopy(model)
+    oracle = _logits(plain.double(), case, drawn)[shown]
     ours, theirs = found[shown] - oracle, _logits(model, case, drawn)[shown] - oracle
     return float(torch.maximum(ours.abs().max() / theirs.abs().max(), ours.norm() / theirs.norm()))
 

@@ -169,8 +169,27 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
     ),
 }
 
+QUANTIZED: Final[dict[str, str]] = {
+    "bnb-4bit": "bitsandbytes' NF4, its scales quantized too",
+    "bnb-8bit": "bitsandbytes' LLM.int8 without outliers",
+    "ao-int4": "torchao's 4 bits in groups of 128",
+    "ao-int8": "torchao's 8 bits",
+    "ao-float8": "torchao's float8, activations too, a scale for each token",
+    "fp8": "blocks of FP8 checkpoints, by the Hub's kernels",
+    "mxfp4": "gpt-oss' experts, by the Hub's kernels",
+}
+"""Ways to quantize a shape's weights: a name such as ``8b-gqa:bnb-4bit``."""
+
+
+def split_shape(shape: str) -> tuple[str, str | None]:
+    """The name of a shape, and how its weights are quantized, if they are."""
+    name, _, how = shape.rpartition(":")
+    return (name, how) if how in QUANTIZED else (shape, None)
+
+
 _TOKEN_IDS: Final = TokenIds()
 
 
 def given_of(shape: str) -> TokenIds:
+    shape, _ = split_shape(shape)
     return INPUT_SHAPES[shape].given if shape in INPUT_SHAPES else _TOKEN_IDS

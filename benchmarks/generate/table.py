@@ -11,7 +11,7 @@ from hf_fastdecode.measurement.shapes import SHAPES
 
 from ..page_tables import cell
 from .cases import KINDS, LOOPS, TREE, GenerateCase, PromptTree
-from .shapes import INPUT_SHAPES
+from .shapes import INPUT_SHAPES, split_shape
 
 CEILING = "-no-attention"
 """Ends the name of a way that is a ceiling."""
@@ -273,7 +273,7 @@ def _stored(stock: Measurement | None, shared: Measurement) -> str:
 
 
 def _model_type(row: Measurement) -> str | None:
-    shape = row["shape"].partition(TREE)[0]
+    shape, _ = split_shape(row["shape"].partition(TREE)[0])
     if shape in INPUT_SHAPES:
         return INPUT_SHAPES[shape].model_type
     return SHAPES[shape]["model_type"] if shape in SHAPES else None

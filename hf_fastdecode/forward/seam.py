@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .._compat import CACHE, cache_in, local_part, tensor_version, with_cache
+from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
@@ -149,7 +149,7 @@ def _fill_by_stock(
 
 
 def _versions(decoder: PreTrainedModel) -> list[int]:
-    return [tensor_version(local_part(weight)) for weight in decoder.parameters()]
+    return [tensor_version(part) for weight in decoder.parameters() for part in stored_parts(weight)]
 
 
 def _before(state: ModelState, decoder: PreTrainedModel, structure: Structure) -> Prefixes | None:

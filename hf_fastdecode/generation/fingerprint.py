@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from .._compat import local_part, tensor_version
+from .._compat import stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
@@ -20,8 +21,9 @@ _ROWS_OF_TABLES = 16
 _NOT_IN_KEYS = ("training", "gradient_checkpointing", LENGTH_SEEN)
 """Attributes that do not affect keys and values: flags (training mode with dropout never shares), and a length."""
 
-_TensorState = tuple[int, tuple[int, int], int]
-"""Identity, versions and address."""
+_Versions = tuple[int, ...]
+_TensorState = tuple[int, _Versions, tuple[int, ...]]
+"""Identity, versions and addresses."""
 
 
 class Fingerprint:
@@ -130,13 +132,13 @@ def filled_by(
 
 
 def _tensor_state(tensor: Tensor) -> _TensorState:
-    """Identity, versions and address of a tensor, or of what this process stores of it."""
-    return id(tensor), _versions(tensor), local_part(tensor).data_ptr()
+    """Identity, versions and addresses of a tensor, or of what this process stores of it."""
+    return id(tensor), _versions(tensor), tuple([part.data_ptr() for part in stored_parts(tensor)])
 
 
-def _versions(tensor: Tensor) -> tuple[int, int]:
-    """A split tensor's version counts writes to the whole, as by an optimizer, its part's those to the part alone."""
-    return tensor_version(tensor), tensor_version(local_part(tensor))
+def _versions(tensor: Tensor) -> _Versions:
+    """A split tensor's version counts writes to the whole, as by an optimizer, its parts' those to a part alone."""
+    return tensor_version(tensor), *map(tensor_version, stored_parts(tensor))
 
 
 def _own_state(walk: ModelWalk) -> tuple[tuple[_TensorState, ...], Hashable]:
@@ -153,7 +155,7 @@ def _tensors(walk: ModelWalk) -> list[Tensor]:
         for buffer in module.buffers(recurse=False)
         if type(buffer) is Tensor and buffer.device.type != "meta"
     )
-    return [*_plain_parameters(walk), *buffers]
+    return [*_materialized(walk), *buffers]
 
 
 def _tables(walk: ModelWalk) -> dict[int, Tensor]:
@@ -172,15 +174,13 @@ def _rows(table: Tensor, length: int) -> Tensor:
     return table.detach()[: length : max(1, length // _ROWS_OF_TABLES)].clone().view(torch.uint8)
 
 
-def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
-    """Materialized parameters, plain or split between processes.
+def _materialized(walk: ModelWalk) -> Iterator[Tensor]:
+    """Parameters that have memory: plain, quantized, or split between processes.
 
     Offloaded ones are skipped, since they are recreated as other objects.
     """
     for parameter in walk.parameters:
-        local = local_part(parameter)
-        plain = type(parameter) is nn.Parameter or local is not parameter
-        if plain and parameter.device.type != "meta" and local.numel():
+        if parameter.device.type != "meta" and any(part.numel() for part in stored_parts(parameter)):
             yield parameter
 
 
@@ -188,15 +188,16 @@ def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
 def _samples(walk: ModelWalk) -> dict[tuple[torch.device, torch.dtype], Tensor]:
     """Bytes of a few elements of each parameter, by device and dtype; bytes compare equal for NaN."""
     found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for parameter in map(local_part, _plain_parameters(walk)):
-        count = min(_SAMPLES, size := parameter.numel())
-        step = max(1, size // _SAMPLES)
-        if parameter.is_contiguous():  # one view instead of three
-            few = torch.as_strided(parameter, (count,), (step,), parameter.storage_offset())
-        else:
-            few = parameter.reshape(-1)[::step][:count]
-        found.setdefault((parameter.device, parameter.dtype), []).append(few)
-    return {kind: _bytes(parts) for kind, parts in found.items()}
+    with without_subclasses():  # of a packed weight a few elements are none
+        for part in chain.from_iterable(map(stored_parts, _materialized(walk))):
+            count = min(_SAMPLES, size := part.numel())
+            step = max(1, size // _SAMPLES)
+            if part.is_contiguous():  # one view instead of three
+                few = torch.as_strided(part, (count,), (step,), part.storage_offset())
+            else:
+                few = part.reshape(-1)[::step][:count]
+            found.setdefault((part.device, part.dtype), []).append(few)
+        return {kind: _bytes(parts) for kind, parts in found.items()}
 
 
 def _bytes(parts: list[Tensor]) -> Tensor:

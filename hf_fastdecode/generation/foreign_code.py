@@ -21,8 +21,8 @@ from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
 from .snapshot import ModelWalk
 
-# Where transformers' tensor parallelism gives modules a forward, which communicates.
-_SPLITTING = ("transformers.distributed.tensor_parallel",)
+# Where transformers gives modules a forward once: tensor parallelism, and before 5.24 experts in MXFP4.
+_SET_ONCE = ("transformers.distributed.tensor_parallel", "transformers.integrations.mxfp4")
 # Methods of PEFT that compute each token by itself, as the test of all methods found. Others, e.g. Lily, whose router
 # averages over a row, would compute other values of packed prompts.
 _PEFT_METHODS = (
@@ -79,9 +79,9 @@ def is_of_transformers(method: Any) -> bool:
     return all(_is_of(defining_module(piece), ("transformers",)) for piece in _with_wrapped(method))
 
 
-def splits_module(forward: Any) -> bool:
-    """Whether a module's own forward is that of tensor parallelism, which is the same in every call."""
-    return _is_of(defining_module(forward), _SPLITTING)
+def is_set_once(forward: Any) -> bool:
+    """Whether a module's own forward is one that transformers sets as it makes the model, the same in every call."""
+    return _is_of(defining_module(forward), _SET_ONCE)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:

@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import chain
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 from weakref import ref
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, local_part
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, stored_parts
 from ..attention.overrides import autocast_dtype
 from ..instance_methods import STATE_ATTRIBUTE
 from .forward_pass import input_device
@@ -270,7 +270,8 @@ def _function(method: object) -> object:
 
 def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
     """Address, dtype, shape and strides of the tensors, or of what this process stores of them."""
-    return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in map(local_part, tensors)])
+    parts = chain.from_iterable(map(stored_parts, tensors))
+    return tuple([(one.data_ptr(), one.dtype, one.shape, one.stride()) for one in parts])
 
 
 def _of_length_seen(module: nn.Module, name: str) -> bool:
@@ -291,6 +292,9 @@ def changes_frequencies(module: nn.Module) -> bool:
     found = kinds.values() if isinstance(kinds, dict) else (kinds,)
     return any(isinstance(kind, str) and (kind == "longrope" or "dynamic" in kind) for kind in found)
 
+
+_values_of: Final = methodcaller("values")
+"""Of parameters that a library keeps in a mapping of its own, too, such as compressed-tensors'."""
 
 _REGISTERED: Final = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks")
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
@@ -398,9 +402,9 @@ class ModelWatch:
         modules = self._modules
         own = [modules[index]().__dict__ for index in self._homes]
         registered = chain.from_iterable((attributes["_parameters"], attributes["_buffers"]) for attributes in own)
-        tensors = [tensor for tensor in chain.from_iterable(map(dict.values, registered)) if tensor is not None]
+        tensors = [tensor for tensor in chain.from_iterable(map(_values_of, registered)) if tensor is not None]
         tensors += [modules[index]().__dict__[name] for index, name in self._loose]
-        return tuple(local_part(tensor).data_ptr() for tensor in tensors)
+        return tuple(one.data_ptr() for one in chain.from_iterable(map(stored_parts, tensors)))
 
     def _values(self, own: list[dict[str, Any]], modules: list[nn.Module]) -> list[object]:
         """All objects that are compared, in one order; raises KeyError where an attribute is gone."""
@@ -412,7 +416,7 @@ class ModelWatch:
             registered += [parts[index] for index in filled]
         attributes = [get(one) for get, one in zip(self._getters, own, strict=True)]
         settings = [value for one in self._configs for name, value in vars(one).items() if name not in _BY_VALUE]
-        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(dict.values, registered))
+        names, tensors = chain.from_iterable(registered), chain.from_iterable(map(_values_of, registered))
         found = list(chain(map(type, modules), chain.from_iterable(attributes), names, tensors, settings))
         for index, name in self._containers:
             found += _contents(own[index][name])

@@ -32,6 +32,7 @@ from ..parallel.ranks import common_group, splitting_groups
 from .call_context import CallContext
 from .foreign_code import check_code
 from .forward_pass import arguments_of_decoders, counts_positions, takes_shared_cache
+from .quantized import check_quantized
 from .snapshot import ModelWalk, attributes
 from .structure import Structure
 
@@ -149,6 +150,7 @@ def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
                 f"call model.eval(), or load it without dropout: {remedy}",
             )
     check_code(walk)
+    check_quantized(walk)
 
 
 def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:

@@ -89,6 +89,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
+    "tiny-experts": _shape(512, 128, 256, 2, 4, 2, model_type="gpt_oss", head_dim=32, num_local_experts=4),
     "tiny-8-heads": _shape(512, 256, 256, 2, 8, 8),
 }
 

@@ -275,11 +275,11 @@ def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) 
     ):
         return other(*args, **kwargs)
     held = layer.conv_states[0], layer.recurrent_states[0]
-    if {held[0].dtype, module.conv1d.weight.dtype, module.in_proj_qkv.weight.dtype} != {hidden.dtype}:
+    if {held[0].dtype, module.conv1d.weight.dtype} != {hidden.dtype}:
         return other(*args, **kwargs)
     try:
         return _step(module, hidden, *held, convolve, _delta_rule_or_reference)
-    except (ValueError, KernelFailedError):  # of the convolution, before which no state has changed
+    except (ValueError, KernelFailedError):  # of the convolution or before it, when no state has changed
         return other(*args, **kwargs)
 
 
@@ -287,6 +287,8 @@ def _step(module: Any, x: Tensor, conv: Tensor, state: Tensor, convolve: Any, de
     """A step of hidden states ``[rows, 1, width]``, in which these operators overwrite the states."""
     rows, key_dim = len(x), module.head_k_dim
     mixed = module.in_proj_qkv(x)[:, 0]
+    if mixed.dtype != conv.dtype:
+        raise ValueError(f"projections give {mixed.dtype}, and states are in {conv.dtype}")
     z, beta, decay = module.in_proj_z(x), module.in_proj_b(x)[:, 0], module.in_proj_a(x)[:, 0]
     mixed = convolve(mixed, conv, module.conv1d.weight[:, 0].contiguous(), module.conv1d.bias, silu=True)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)

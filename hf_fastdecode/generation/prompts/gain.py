@@ -153,7 +153,13 @@ def _weights_of_a_token(model: PreTrainedModel, structure: Structure) -> int:
     weights = [weight for weight in structure.walk.parameters if weight.dim() > 1 and id(weight) not in left_out]
     chosen = getattr(structure.text_config, "num_experts_per_tok", None)
     # Experts of a layer are one parameter of three dimensions.
-    return sum(one.numel() * chosen // len(one) if chosen and one.dim() == 3 else one.numel() for one in weights)
+    return sum(_elements(one) * chosen // len(one) if chosen and one.dim() == 3 else _elements(one) for one in weights)
+
+
+def _elements(weight: Tensor) -> int:
+    """Elements of a weight in this process, also of one whose elements are packed (bitsandbytes, 4 bits)."""
+    state = getattr(weight, "quant_state", None)
+    return local_part(weight).numel() if state is None else math.prod(state.shape)
 
 
 _OF_TOKENS: Final = frozenset({"inputs", "input_ids", "attention_mask", "position_ids"})
@@ -454,6 +460,6 @@ def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest,
     if choice.name != PLAIN:
         return None
     lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    parameters = sum(local_part(parameter).numel() for parameter in model.parameters())
+    parameters = sum(map(_elements, model.parameters()))
     saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
     return choice if lost > saved else None

@@ -18,7 +18,7 @@ from ...cache.layers.state import StepBuffers
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
-from ..foreign_code import is_capturable, splits_module
+from ..foreign_code import is_capturable, is_set_once
 from ..interception.switches import own_method
 from ..snapshot import ModelWalk, captured_state
 from ..structure import Known, Structure
@@ -290,7 +290,7 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
         return f"backend={backend!r} was requested"
     for module in walk.with_code:
         own = None if module is model else own_method(module, "forward")
-        if own is not None and not splits_module(own):
+        if own is not None and not is_set_once(own):
             return f"{type(module).__name__} carries a forward of its own, which may change between calls"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         if not all(map(is_capturable, hooks)) or hasattr(module, "_hf_hook"):

@@ -100,6 +100,29 @@ def test_kernels_that_fail_leave_the_models_own_functions(
     torch.testing.assert_close(found, own, rtol=0 if all_fail else 0.02, atol=0 if all_fail else 0.02)
 
 
+class EightBits(torch.nn.Module):
+    """A projection whose weight is of another dtype than what it computes."""
+
+    def __init__(self, linear: Any) -> None:
+        super().__init__()
+        self.scale = linear.weight.detach().abs().amax() / 127
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_quantized_projections(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model_of("Qwen3_5ForCausalLM").half().to(DEVICE)
+    nets = [one for one in model.modules() if hasattr(one, "in_proj_qkv")]
+    for net in nets:
+        net.in_proj_qkv = EightBits(net.in_proj_qkv)
+    own, whole, ran = steps(model), states._step, []
+    monkeypatch.setattr(states, "_step", lambda *args: (ran.append(args[0]), whole(*args))[1])
+    torch.testing.assert_close(steps(model, of_states(model)), own, rtol=0.02, atol=0.02)
+    assert {id(one) for one in ran} >= {id(net) for net in nets}  # a trial is of a small one
+
+
 def test_other_functions_than_those_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a package with kernels of its own is installed, or takes other arguments."""
     model = tiny_model_of("Qwen3NextForCausalLM").half()
