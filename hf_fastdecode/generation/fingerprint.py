@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._compat import local_part, tensor_version
 from ..cache.shared import FilledBy
+from ..parallel.gathering.parameters import stored_of
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
 _SAMPLES = 4
@@ -175,13 +176,15 @@ def _rows(table: Tensor, length: int) -> Tensor:
 def _plain_parameters(walk: ModelWalk) -> Iterator[Tensor]:
     """Materialized parameters, plain or split between processes.
 
-    Offloaded ones are skipped, since they are recreated as other objects.
+    Offloaded ones are skipped, since they are recreated as other objects. Of those that were gathered for a call
+    (FSDP), the ones that are trained.
     """
     for parameter in walk.parameters:
-        local = local_part(parameter)
-        plain = type(parameter) is nn.Parameter or local is not parameter
-        if plain and parameter.device.type != "meta" and local.numel():
-            yield parameter
+        stored = stored_of(parameter)
+        local = local_part(stored)
+        plain = type(parameter) is nn.Parameter or local is not stored
+        if plain and stored.device.type != "meta" and local.numel():
+            yield stored
 
 
 @torch.no_grad()
