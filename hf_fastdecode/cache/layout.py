@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .._compat import local_part
 from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
+from ..parallel.gathering.fsdp import is_divided_by_fsdp
 from .layers.attention import REMEDY, SharedContextLayer, other_heads
 from .layers.latent import ExpandsLatents, LatentStorage
 from .layers.own import AttendsByItself, OwnStorage
@@ -105,6 +106,8 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
+        if is_divided_by_fsdp(model.modules() if modules is None else modules):  # which gathers them for each pass
+            whole = _PROJECTIONS
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
@@ -217,6 +220,8 @@ def _own(store: Store) -> Store:
 
 _FUSED: Final = ("query_key_value", "qkv_proj")
 """Names of projections to queries, keys and values at once."""
+
+_PROJECTIONS: Final = frozenset((*_FUSED, "k_proj", "v_proj", "kv_b_proj"))
 
 
 def with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> Store:
