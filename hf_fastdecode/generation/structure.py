@@ -31,7 +31,7 @@ from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .interception.switches import Overrides, find_overrides
 from .options import Options
-from .snapshot import ModelWalk, ModelWatch
+from .snapshot import ModelWalk, ModelWatch, modules_of
 
 Answer = TypeVar("Answer")
 
@@ -210,6 +210,11 @@ class KeptStructure:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
+
+    def gathered(
+        self, model: PreTrainedModel, options: Options
+    ) -> AbstractContextManager[tuple[int, float, str] | None]:
+        return self.gathering.call(model, partial(modules_of, model), options.peer_timeout)
 
     def of(self, model: PreTrainedModel, options: Options) -> Structure:
         """The structure of the model as it is now, for a call with these options."""
