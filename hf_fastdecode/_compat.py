@@ -6,6 +6,7 @@ Each entry says what would replace it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -195,6 +196,19 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return context
 
 
+STORED: Final = "hf_fastdecode_stored"
+"""Attribute of a parameter that was gathered for a call: the one that is trained, of which this process has a part."""
+
+
+def stored_of(parameter: Tensor) -> Tensor:
+    """What a library trains (FSDP) where a parameter was gathered from it for a call, any other parameter itself.
+
+    Its identity and version tell whether weights have changed since an earlier call.
+    """
+    found: Tensor = getattr(parameter, STORED, parameter)
+    return found
+
+
 def doge_is_causal(modelling: Any) -> bool:
     """Whether Doge adds its gates to a causal mask also in prompts without padding; goes with transformers 5.17.
 
@@ -203,16 +217,45 @@ def doge_is_causal(modelling: Any) -> bool:
     return "create_masks_for_generate" in vars(modelling.DogeForCausalLM)
 
 
-def fsdp2_stays_gathered(module: Any) -> bool:
-    """Whether an `FSDPModule` has all of its parameters, and keeps them in passes; for torch to make public.
+def is_fsdp2(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP 2 divides parameters of these modules, which it gathers for passes."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
 
-    The root's parameters stay gathered after its first pass by default (`_auto_reshard_after_forward`).
-    """
-    state = module._get_fsdp_state()
+    return any(issubclass(kind, FSDPModule) for kind in set(map(type, modules)))
+
+
+def fsdp2_state(module: Any) -> Any:
+    """The state of an `FSDPModule`, which has its parameters and settings; for torch to make public."""
+    return module._get_fsdp_state()
+
+
+def fsdp2_groups(state: Any) -> list[Any]:
+    """The groups of parameters that FSDP 2 gathers together for the modules of one state."""
     groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12 and earlier have one
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return all(group.is_unsharded and not group._reshard_after_forward for group in groups)
+    return list(groups)
+
+
+def fsdp2_states_of_root(state: Any) -> list[Any]:
+    """All states under a state's root, once that has run or been prepared; before that, it alone."""
+    return list(state._state_ctx.all_states) or [state]
+
+
+def fsdp2_stays_gathered(group: Any) -> bool:
+    """Whether a group has all of its parameters, and keeps them in passes.
+
+    The root's parameters stay gathered after its first pass by default (`_auto_reshard_after_forward`).
+    """
+    return bool(group.is_unsharded and not group._reshard_after_forward)
+
+
+def all_gather_vectors(whole: Tensor, part: Tensor, group: Any) -> None:
+    """Write the parts of all processes of a group, in order, to a vector; inline it when torch 2.13 is the oldest."""
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    gather(whole, part, group=group)
 
 
 def free_cublas_workspaces() -> None:

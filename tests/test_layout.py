@@ -176,7 +176,7 @@ def test_type_checkers_see_an_editable_install(tmp_path: Path) -> None:
 # of the package; conversion/fit is one apart from the rest of its folder.
 LAYERS = (
     *(
-        {"_compat", "errors", "log", "instance_methods"},
+        {"_compat", "errors", "log", "instance_methods", "hook_roles"},
         {"dtypes", "files"},
         {"kernels"},
         {"attention"},

@@ -49,9 +49,7 @@ def quantize(model: PreTrainedModel, how: str) -> None:
 def dequantized(model: PreTrainedModel) -> PreTrainedModel:
     """A copy with ordinary linear layers, whose weights are what the quantized ones make of the unit matrix."""
     if any(type(module).__name__ == "Mxfp4GptOssExperts" for module in model.modules()):
-        raise NotAvailableError(
-            "steps over experts in MXFP4 cannot be checked; measure without checks"
-        )
+        raise NotAvailableError("steps over experts in MXFP4 cannot be checked; measure without checks")
     plain = copy.deepcopy(model)
     for parent, name, part in _linears(plain):
         with torch.no_grad():

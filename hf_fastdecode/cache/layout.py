@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from .._compat import local_part
+from .._compat import is_fsdp2, local_part
 from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
 from .layers.attention import REMEDY, SharedContextLayer, other_heads
@@ -107,6 +107,8 @@ class ModelLayout:
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
         keeping = dict[int, list[nn.Module]]()
+        if is_fsdp2(model.modules() if modules is None else modules):  # which gathers them for each pass
+            whole = _PROJECTIONS
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):
                 continue
@@ -253,6 +255,8 @@ def _own(store: Store) -> Store:
 
 _FUSED: Final = ("query_key_value", "qkv_proj")
 """Names of projections to queries, keys and values at once."""
+
+_PROJECTIONS: Final = frozenset((*_FUSED, "k_proj", "v_proj", "kv_b_proj"))
 
 
 def with_heads_of(module: nn.Module, store: Store, whole: frozenset[str]) -> Store:

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
 from ..errors import Unsupported
-from ..generation.foreign_code import defining_module, name_of, role_of
 from ..generation.forward_pass import labels_of_pass
 from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
+from ..hook_roles import defining_module, name_of, role_of
 from .rows import Batch
 
 _WHY: Final = "which would see distinct tokens packed into one row"

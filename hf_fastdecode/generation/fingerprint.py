@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from .._compat import stored_parts, tensor_version, without_subclasses
+from .._compat import stored_of, stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
@@ -177,11 +177,13 @@ def _rows(table: Tensor, length: int) -> Tensor:
 def _materialized(walk: ModelWalk) -> Iterator[Tensor]:
     """Parameters that have memory: plain, quantized, or split between processes.
 
-    Offloaded ones are skipped, since they are recreated as other objects.
+    Offloaded ones are skipped, since they are recreated as other objects. Of those that were gathered for a call
+    (FSDP), the ones that are trained.
     """
     for parameter in walk.parameters:
-        if parameter.device.type != "meta" and any(part.numel() for part in stored_parts(parameter)):
-            yield parameter
+        stored = stored_of(parameter)
+        if stored.device.type != "meta" and any(part.numel() for part in stored_parts(stored)):
+            yield stored
 
 
 @torch.no_grad()

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import COMPILED_CALL, fsdp2_stays_gathered, uncompiled_call
+from .._compat import COMPILED_CALL, uncompiled_call
 from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout, keeps_state
 from ..errors import Unsupported
 from ..instance_methods import Change
+from ..parallel.gathering.call import KeptGathering
+from ..parallel.gathering.parameters import Gathering
 from ..parallel.ranks import (
     ALONE,
     Ranks,
@@ -29,13 +29,12 @@ from ..parallel.ranks import (
 from ..parallel.sequence import SequenceParallel
 from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
-from .foreign_code import Role, role_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules
 from .interception.segments import by_segments
 from .interception.switches import Overrides, find_overrides, replaced_calls
 from .options import Options
-from .snapshot import ModelWalk, ModelWatch
+from .snapshot import ModelWalk, ModelWatch, modules_of
 
 Answer = TypeVar("Answer")
 
@@ -55,8 +54,10 @@ class Structure:
         known: Known | None = None,
         division: Undivided = UNDIVIDED,
         peer_timeout: float = float("inf"),
+        kept_gathering: KeptGathering | None = None,
     ):
         self._model, self.known, self.division, self._peer_timeout = model, known, division, peer_timeout
+        self._kept_gathering = kept_gathering or KeptGathering()
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -114,13 +115,18 @@ class Structure:
 
     @property
     def gathering(self) -> Gathering | None:
-        return find_gathering(self.walk)
+        """What gathers parameters in each pass; None where nothing does, or all are gathered for this call."""
+        return self._kept_gathering.of(self.walk.modules)
 
     @cached_property
     def fused(self) -> FusedModules | None:
-        """Modules that run as kernels; None where they would not run: on other devices, or in other dtypes."""
+        """Modules that run as kernels.
+
+        None where they would not run: on other devices, in other dtypes, and where passes gather parameters, which
+        modules alone have that are called, and none has now.
+        """
         half = self._model.dtype in (torch.float16, torch.bfloat16)
-        if not half or self._model.device.type != "cuda":
+        if not half or self._model.device.type != "cuda" or self.gathering is not None:
             return None
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)
@@ -211,14 +217,24 @@ class Known:
 
 
 class KeptStructure:
-    """Makes the structure of one model for each call, from what the last call knew of it if it is untouched since."""
+    """Makes the structure of one model for each call, from what the last call knew of it if it is untouched since.
+
+    Attributes:
+        gathering: What divides the model's parameters.
+    """
 
     def __init__(self) -> None:
+        self.gathering = KeptGathering()
         self._known: Known | None = None
         self._division: Undivided = UNDIVIDED
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
+
+    def gathered(
+        self, model: PreTrainedModel, options: Options
+    ) -> AbstractContextManager[tuple[int, float, str] | None]:
+        return self.gathering.call(model, partial(modules_of, model), options.peer_timeout)
 
     def of(self, model: PreTrainedModel, options: Options) -> Structure:
         """The structure of the model as it is now, for a call with these options."""
@@ -229,68 +245,7 @@ class KeptStructure:
             division = self._division = SequenceParallel(group)
         known, timeout = self._known, options.peer_timeout
         if known is not None and not known.watch.touched():
-            return Structure(model, known, division, timeout)
-        structure = Structure(model, None, division, timeout)
+            return Structure(model, known, division, timeout, self.gathering)
+        structure = Structure(model, None, division, timeout, self.gathering)
         structure.known = self._known = Known(structure)
         return structure
-
-
-class Gathering(NamedTuple):
-    """A library that gathers parameters in each pass (ZeRO-3, FSDP), and how to gather them before a call instead.
-
-    Each process may then have prompts of its own, and all must run the same passes. Parameters that were gathered
-    before a call, and stay so until it ends, are as those of one process: gathering is a collective, so that all
-    processes find the same answer.
-    """
-
-    what: str
-    remedy: str
-
-
-_ZERO_3 = Gathering(
-    "ZeRO-3 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
-    "default (ds3_gather_for_generation=True)",
-)
-_FSDP_1 = Gathering(
-    "FSDP 1 divides its parameters between processes, and each pass gathers them",
-    "use FSDP 2 (torch.distributed.fsdp.fully_shard) and gather them for the call, or ZeRO-3",
-)
-_FSDP_2 = Gathering(
-    "FSDP 2 divides its parameters between processes, and each pass gathers them",
-    "gather them for the call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it",
-)
-
-
-def find_gathering(walk: ModelWalk) -> Gathering | None:
-    """The library that gathers parameters of these modules in each pass; None where none does, or all are gathered."""
-    if "deepspeed" in sys.modules and _divided_by_zero_3(walk):
-        return _ZERO_3
-    if "torch.distributed.fsdp" not in sys.modules or not in_several_processes():
-        return None
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
-
-    for kind in walk.classes:
-        if issubclass(kind, FullyShardedDataParallel):
-            strategies = {module.sharding_strategy for module in _of(walk, kind)}
-            return None if strategies == {ShardingStrategy.NO_SHARD} else _FSDP_1
-        if issubclass(kind, FSDPModule) and not all(map(fsdp2_stays_gathered, _of(walk, kind))):
-            return _FSDP_2
-    return None
-
-
-def _of(walk: ModelWalk, kind: type[nn.Module]) -> list[Any]:
-    return [module for module in walk.modules if type(module) is kind]
-
-
-def _divided_by_zero_3(walk: ModelWalk) -> bool:
-    """Whether parameters are divided now, or hooks divide them again after each module."""
-    found = (getattr(parameter, "ds_status", None) for parameter in walk.parameters)
-    if any(status is not None and status.name != "AVAILABLE" for status in found):
-        return True
-    hooks = (
-        hook
-        for module in walk.with_code
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    )
-    return any(role_of(hook) is Role.GATHERS for hook in hooks)

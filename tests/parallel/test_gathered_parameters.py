@@ -1,102 +1,325 @@
-"""Processes that hold parts of a model's parameters, and gather them in passes or before a call (FSDP)."""
+"""Processes that divide a model's parameters (FSDP), which are gathered for each call that decodes."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy, fully_shard
-from transformers import PreTrainedModel
+from torch import Tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, StoppingCriteria
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 
+from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, PROMPTS, draw, reason, same_value, sees, sights
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights
+
+SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
+HALF = torch.bfloat16
 
 
-def prompts_of(models: Models) -> torch.Tensor:
-    """Prompts of other lengths, and another number of passes, on each rank."""
-    return PROMPTS[:, models.rank :].contiguous()
+def prompt_of(models: Models) -> Tensor:
+    """A prompt of another length on each rank, whose samples end at other steps."""
+    return PROMPT[:, 7 * models.rank :].contiguous()
 
 
-def fully_sharded_layers(models: Models) -> PreTrainedModel:
-    model = copy.deepcopy(models.alone["llama"])
+def fsdp_2(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    """As accelerate divides it: each layer, the ends together, and what is left."""
+    model = copy.deepcopy(model)
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    ends = [model.model.norm, model.get_input_embeddings(), model.get_output_embeddings()]
+    fully_shard(ends, reshard_after_forward=False, **options)
+    return fully_shard(model, **options)
 
 
-def set_gathered(model: PreTrainedModel, gathered: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_reshard_after_forward(not gathered, recurse=False)
-            module.unshard() if gathered else module.reshard()
+def fsdp_1(model: PreTrainedModel, **options: Any) -> PreTrainedModel:
+    model = copy.deepcopy(model)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = FullyShardedDataParallel(layer, device_id="cpu", **options)
+    return model
+
+
+def hybrid() -> PreTrainedModel:
+    """Layers with states beside one of attention."""
+    sizes: dict[str, Any] = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "head_dim"), 16)
+    sizes |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "num_attention_heads"), 2)
+    sizes |= {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
+    return tiny_model_of_type("qwen3_5_text", layer_types=["linear_attention", "full_attention"], **sizes)
+
+
+def place(model: PreTrainedModel) -> Any:
+    """What a trainer relies on: objects on modules in order, their memory, and gradients."""
+    return [
+        (name, kind, key, id(value), getattr(value, "data_ptr", int)() if kind == "_parameters" else 0)
+        for name, module in model.named_modules()
+        for kind in ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        for key, value in getattr(module, kind).items()
+    ], [None if one.grad is None else id(one.grad) for one in model.parameters()]
+
+
+def whole(model: PreTrainedModel, alone: PreTrainedModel) -> PreTrainedModel:
+    """The model as one process would have it."""
+    twin = copy.deepcopy(alone)
+    with torch.no_grad():
+        for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            mine.copy_(theirs.full_tensor())
+    return twin
+
+
+def step(model: PreTrainedModel, models: Models) -> list[Any]:
+    """Whole parameters after a training step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(input_ids=prompt_of(models), labels=prompt_of(models), use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [one.full_tensor() if isinstance(one, DTensor) else one.detach().clone() for one in model.parameters()]
+
+
+class Raising(StoppingCriteria):
+    """Raises at the third step."""
+
+    def __init__(self, error: BaseException):
+        self._error, self._steps = error, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps += 1
+        if self._steps == 3:
+            raise self._error
+        return torch.zeros(len(args[0]), dtype=torch.bool)
 
 
 @scenario
-def gathered_by_fsdp_2(models: Models) -> Any:
-    """As transformers' trainers mark it, whose calls then keep step by default."""
-    ids, model = prompts_of(models), fully_sharded_layers(models)
-    expected = draw(models.alone["llama"], 0, ids, **GREEDY)
-    model._is_fsdp_managed_module = True
-    with fd.enabled(model, min_saved_tokens=PROMPT.shape[1] * 4 if models.rank else 1):  # one of them runs stock
-        set_gathered(model, True)
-        gathered = draw(model, 0, ids, **GREEDY), reason(model)[:6]
-        set_gathered(model, False)
-        divided = draw(model, 0, ids, **GREEDY), reason(model)
-    return [gathered[0] == expected, divided[0] == expected, divided[1]], gathered[1]
+def rollouts(models: Models) -> Any:
+    """Prompts of other lengths, rows that end at other steps, and one rank that runs stock, by kinds of layers."""
+    seen = {}
+    for name, alone in {"qwen3": tiny_model("qwen3"), "gpt_oss": tiny_model("gpt_oss"), "hybrid": hybrid()}.items():
+        model = fsdp_2(alone)
+        ids = prompt_of(models).remainder(alone.config.vocab_size)
+        expected = draw(alone, models.rank, ids, **SAMPLES)
+        model._is_fsdp_managed_module = True  # by which transformers lets calls keep step
+        with fd.enabled(model, min_saved_tokens=1 if models.rank else 10_000):
+            before = place(model)
+            for synced in (None, True):
+                same = draw(model, models.rank, ids, synced_gpus=synced, **SAMPLES) == expected
+                call = fd.explain(model).last_call
+                nbytes = sum(one.nbytes for one in {id(one): one for one in alone.parameters()}.values())
+                seen[name, synced] = same, call.path, place(model) == before, call.gathered.nbytes >= nbytes
+    return sorted(set(seen.values())), [name for name, found in seen.items() if not found[0]]
 
 
-@sees("stock: FSDP 2")
-def unsharded_once(models: Models) -> Any:
-    """Layers gather their parameters again after the first pass."""
-    model = fully_sharded_layers(models)
+@sees([True, True, True, True])
+def a_call_that_fails_on_one_rank(models: Models) -> Any:
+    """It ends there alone, and all is as it was, for the next call and for training."""
+    alone = models.alone["llama"]
+    model, twin = fsdp_2(alone), fsdp_2(alone)
+    ids = prompt_of(models)
     with fd.enabled(model):
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-        draw(model, 0, prompts_of(models), **GREEDY)
-        return reason(model)[:13]
-
-
-@scenario
-def prefill_of_fsdp_2(models: Models) -> Any:
-    count = 1 if models.rank == 0 else 4  # one pass, and several
-    model = fully_sharded_layers(models)
-    with fd.enabled(model), pytest.raises(ValueError, match="cannot share context") as raised:
-        fd.prefill(model, [PROMPT[0, row:] for row in range(count)])
-    return str(raised.value)
-
-
-@sees([[True, "stock: FS"], [True, "shared: 2"]])
-def layers_of_fsdp_1(models: Models) -> Any:
-    ids, seen = prompts_of(models), []
-    expected = draw(models.alone["llama"], 0, ids, **GREEDY)
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-        model = copy.deepcopy(models.alone["llama"])
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = FullyShardedDataParallel(layer, sharding_strategy=strategy, device_id="cpu")
-        with fd.enabled(model):
-            seen.append((draw(model, 0, ids, **GREEDY) == expected, reason(model)[:9]))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        twin(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        before, seen = place(model), []
+        for error in (RuntimeError("in a reward"), KeyboardInterrupt()):
+            if models.rank:
+                with pytest.raises(type(error)):
+                    draw(model, 0, ids, stopping_criteria=[Raising(error)], **SAMPLES)
+            else:
+                draw(model, 0, ids, **SAMPLES)
+            seen.append(place(model) == before)
+        seen.append(draw(model, 1, ids, **SAMPLES) == draw(alone, 1, ids, **SAMPLES))
+        seen.append(all(map(torch.equal, step(model, models), step(twin, models))))
     return seen
 
 
-def test_gathered_parameters_are_as_those_of_one_process(seen):
-    found = [one.value for one in seen["gathered_by_fsdp_2"]]
-    assert [one.error for one in seen["gathered_by_fsdp_2"]] == ["", ""], seen["gathered_by_fsdp_2"][0].trace
-    divided = (
-        "stock: FSDP 2 divides its parameters between processes, and each pass gathers them; gather them for the "
-        "call: set_reshard_after_forward(False) and unshard() of every FSDPModule, reshard() after it"
-    )
-    assert found == [[[True, True, divided], "shared"], [[True, True, divided], "stock:"]]
+@sees([True, True, True, True, True])
+def kept_prompts(models: Models) -> Any:
+    """Of other numbers on each rank: `prefill`, its cache in calls, and `reuse_prefix`, until weights change."""
+    alone, ids = models.alone["llama"], prompt_of(models)
+    model = fsdp_2(alone)
+    expected = draw(alone, 0, ids, **GREEDY)
+    with fd.enabled(model, reuse_prefix=True):
+        cache = fd.prefill(model, [ids[0, row:-1] for row in range(1 + 3 * models.rank)])
+        seen = [draw(model, 0, ids, **GREEDY, **{CACHE: cache}) == expected]
+        seen.append(fd.explain(model).last_call.known_tokens == (ids.shape[1] - 1,))
+        draw(model, 0, ids, **SAMPLES)
+        draw(model, 0, ids, **SAMPLES)
+        seen.append(fd.explain(model).last_call.known_tokens == (ids.shape[1],))
+        step(model, models)
+        with pytest.raises(ValueError, match="weights"):
+            draw(model, 0, ids, **GREEDY, **{CACHE: cache})
+        draw(model, 0, ids, **SAMPLES)
+        seen.append(fd.explain(model).last_call.known_tokens in (None, (0,)))
+        seen.append(draw(model, 0, ids, **GREEDY) == draw(whole(model, alone), 0, ids, **GREEDY))
+    return seen
 
 
-def test_prefill_is_refused_on_all_ranks(seen):
-    assert same_value(seen, "prefill_of_fsdp_2").startswith(
-        "FSDPLlamaForCausalLM cannot share context: FSDP 2 divides its parameters between processes"
-    )
+@scenario
+def layer_by_layer(models: Models) -> Any:
+    """Memory is short on one rank: passes of all gather, as many on each whatever prompts, chunks and ends it has."""
+    alone, ids = models.alone["llama"], prompt_of(models)
+    model, seen = fsdp_2(alone), []
+    short = mock.Mock(side_effect=DoesNotFit("memory is short") if models.rank else None)
+    with fd.enabled(model, max_prefill_tokens=30 if models.rank else 1000), patched_room(short):
+        seen.append(draw(model, models.rank, ids, **SAMPLES) == draw(alone, models.rank, ids, **SAMPLES))
+        seen.append((fd.explain(model).last_call.path, *fd.explain(model).last_call.gathered))
+        cache = fd.prefill(model, [ids[0, row:-1] for row in range(1 + 3 * models.rank)])
+        seen.append(draw(model, 0, ids, **GREEDY, **{CACHE: cache}) == draw(alone, 0, ids, **GREEDY))
+        if models.rank:
+            with pytest.raises(RuntimeError, match="in a reward"):
+                draw(model, 0, ids, stopping_criteria=[Raising(RuntimeError("in a reward"))], **SAMPLES)
+        else:
+            draw(model, 0, ids, **SAMPLES)
+        fd.enable(model, min_saved_tokens=1 if models.rank else 10_000)
+        seen.append(draw(model, 0, ids, **SAMPLES) == draw(alone, 0, ids, **SAMPLES))
+        seen.append(fd.explain(model).last_call.path)
+    return seen
+
+
+@scenario
+def refused_on_one_rank(models: Models) -> Any:
+    """All run stock, in step though their prompts are of other lengths; `prefill` raises."""
+    alone, ids = models.alone["llama"], prompt_of(models)
+    model = fsdp_2(alone)
+    expected = draw(alone, models.rank, ids, **SAMPLES)
+    with fd.enabled(model), patched_room(mock.Mock(side_effect=Unsupported("it cannot") if models.rank else None)):
+        same, why = draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)
+        with pytest.raises(ValueError, match="it cannot"):
+            fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
+        return [same, why]
+
+
+def patched_room(check: mock.Mock) -> Any:
+    return mock.patch.object(parameters, "_check_room", check)
+
+
+@sees([True, True, True], kernels=True)
+def captured_steps_of_fsdp_2(models: Models) -> Any:
+    """They stay valid while weights are trained: parameters lie where they were, and memory is free between calls."""
+    alone, ids = models.alone["small"], prompt_of(models)
+    model, seen = fsdp_2(alone), []
+    arguments = SAMPLES | {"max_new_tokens": 4, "eos_token_id": 2}
+    with capturing(), fd.enabled(model, mode="graph", backend="triton"):
+        for trained in (False, True):
+            if trained:
+                step(model, models)
+            seen.append(draw(model, 0, ids, **arguments) == draw(whole(model, alone), 0, ids, **arguments))
+        seen.append(vars(model)["_hf_fastdecode"].captures.count == 1)
+    return seen
+
+
+@sees([True, True])
+def settings_of_fsdp_2(models: Models) -> Any:
+    """Mixed precision, whose passes are those of a model in half precision; parameters on the CPU."""
+    alone, ids = models.alone["llama"], prompt_of(models)
+    half, mixed = copy.deepcopy(alone).to(HALF), MixedPrecisionPolicy(param_dtype=HALF)
+    given = ((half, {"mp_policy": mixed}), (alone, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}))
+    seen = []
+    for same, options in given:
+        model = fsdp_2(alone, **options)
+        with fd.enabled(same), fd.enabled(model):
+            seen.append(draw(model, 0, ids, **GREEDY) == draw(same, 0, ids, **GREEDY))
+    return seen
+
+
+@sees([[True, "shared", True, True]] * 5)
+def fsdp_1_around_layers(models: Models) -> Any:
+    """Flat parameters with and without the original ones, where memory is short, and those that a user gathers."""
+    alone, ids, seen = models.alone["llama"], prompt_of(models), []
+    given: list[dict[str, Any]] = [{"use_orig_params": one} for one in (True, False)]
+    expected = draw(alone, 0, ids, **SAMPLES)
+    for options in (*given, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+        model, twin = fsdp_1(alone, **options), fsdp_1(alone, **options)
+        with fd.enabled(model):
+            before = place(model)
+            found = draw(model, 0, ids, **SAMPLES)
+            seen.append([found == expected, fd.explain(model).last_call.path, place(model) == before])
+        seen[-1].append(all(map(torch.equal, step(model, models), step(twin, models))))
+    with fd.enabled(model := fsdp_1(alone)), patched_room(mock.Mock(side_effect=DoesNotFit("short"))):
+        found = draw(model, 0, ids, **SAMPLES)
+        seen.append([found == expected, fd.explain(model).last_call.path, True, True])
+    with fd.enabled(model := fsdp_1(alone)), FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        found = draw(model, 0, ids, **SAMPLES)
+        seen.append([found == expected, fd.explain(model).last_call.path, True, True])
+    return seen
+
+
+@sees([True, "shared", True])
+def fsdp_1_as_in_trl(models: Models) -> Any:
+    """Around layers and the model, whose parameters are gathered before the call; mixed precision, and tied ones."""
+    alone, ids = tiny_model("qwen3", tie_word_embeddings=True), prompt_of(models).remainder(90)
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(alone.model.layers[0])})
+    options = {"auto_wrap_policy": policy, "mixed_precision": MixedPrecision(HALF), "use_orig_params": True}
+    outer, twin = (FullyShardedDataParallel(copy.deepcopy(alone), device_id="cpu", **options) for _ in range(2))
+    step(outer, models), step(twin, models)
+    with FullyShardedDataParallel.summon_full_params(twin, writeback=False):
+        for mine, theirs in zip(alone.parameters(), twin.parameters(), strict=True):
+            mine.data.copy_(theirs)
+    with fd.enabled(alone.to(HALF)), fd.enabled(inner := outer.module):
+        expected = draw(alone, 0, ids, **GREEDY, num_return_sequences=1)
+        with FullyShardedDataParallel.summon_full_params(outer, recurse=False):
+            same = draw(inner, 0, ids, **GREEDY, num_return_sequences=1) == expected
+            draw(inner, 0, PROMPTS.remainder(90), **GREEDY)
+        path = fd.explain(inner).last_call.path
+    return [same, path, all(map(torch.equal, step(outer, models), step(twin, models)))]
+
+
+@sees([[True, "shared"], [True, "shared"]])
+def gathered_by_the_user(models: Models) -> Any:
+    """Parameters that stay gathered are left as they are; those that the first pass divides again are not."""
+    alone, ids, seen = models.alone["llama"], prompt_of(models), []
+    expected = draw(alone, 0, ids, **SAMPLES)
+    for stays in (True, False):
+        model = fsdp_2(alone)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_reshard_after_forward(not stays, recurse=False)
+                module.unshard()
+        with fd.enabled(model):
+            same = draw(model, 0, ids, **SAMPLES) == expected
+            call = fd.explain(model).last_call
+            seen.append([same, call.path] if stays == (call.gathered is None) else str(call))
+    return seen
+
+
+def test_rollouts_are_those_of_one_process(seen):
+    values_of = [one.value for one in seen["rollouts"]]
+    assert [one.error for one in seen["rollouts"]] == ["", ""], seen["rollouts"][0].trace
+    assert values_of == [[[[True, path, True, True]], []] for path in ("stock", "shared")]
+
+
+def test_passes_of_all_gather_where_memory_of_one_is_short(seen):
+    own = [one.value for one in seen["layer_by_layer"]]
+    assert [one.error for one in seen["layer_by_layer"]] == ["", ""], seen["layer_by_layer"][0].trace
+    assert [one[0] for one in own] == [one[2] for one in own] == [one[3] for one in own] == [True, True]
+    assert own[0][1] == ["shared", 0, 0.0, "on rank 1, memory does not hold all of its parameters"]
+    assert own[1][1] == ["shared", 0, 0.0, "on rank 1, memory is short"]
+    assert [one[4] for one in own] == ["stock", "shared"]
+
+
+def test_all_run_stock_where_one_cannot_gather(seen):
+    (same, why), (other_same, other_why) = (one.value for one in seen["refused_on_one_rank"])
+    assert same
+    assert other_same
+    assert "on rank 1, it cannot" in why
+    assert "it cannot" in other_why
 
 
 test_what_processes_see = sights(__name__)

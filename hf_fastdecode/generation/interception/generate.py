@@ -17,7 +17,8 @@ Each is called with the state (`ModelState`), the model and the method's argumen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -179,14 +180,15 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
-            ranks = _ranks_of(model_state, model) if may_share else ALONE
-            ranks.watchdog.frees(model_state.captures)
-            with ranks.watchdog.call("generate", model_state.options.peer_timeout):
-                if may_share and isinstance(cache_in(kwargs), SharedContextCache):
-                    forget_offset(model)
-                if ours and ranks.alone:  # several do not capture prefill, and agree on who holds the captures
-                    _begin_prefill(model_state, model, call, args, kwargs)
-                output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
+            with _gathered(model_state, call), closing(call.scope):
+                ranks = _ranks_of(model_state, model) if may_share else ALONE
+                ranks.watchdog.frees(model_state.captures)
+                with ranks.watchdog.call("generate", model_state.options.peer_timeout):
+                    if may_share and isinstance(cache_in(kwargs), SharedContextCache):
+                        forget_offset(model)
+                    if ours and ranks.alone:  # several do not capture prefill, and agree on who holds the captures
+                        _begin_prefill(model_state, model, call, args, kwargs)
+                    output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:
                 _report_bypass(model_state, call, before, loop, original)
             return output
@@ -198,10 +200,16 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         finally:
             if len(call.reports) > 1 and model_state.last_call is call.reports[-1]:
                 model_state.last_call = CallReport.of_inner(call.reports)
-            call.scope.close()
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+@contextmanager
+def _gathered(model_state: ModelState, call: ActiveCall) -> Iterator[None]:
+    """Context of a call in which parameters that processes divide are gathered where they can be."""
+    with model_state.gathered(call.model) as call.gathered:
+        yield
 
 
 def _ranks_of(model_state: ModelState, model: PreTrainedModel) -> Ranks:
@@ -244,7 +252,7 @@ def _generate_stock(
 
 
 def _new_report(model_state: ModelState, call: ActiveCall | None) -> CallReport:
-    report = CallReport()
+    report = CallReport(gathered=None if call is None else call.gathered)
     if call is None or not call.of_prefill:
         model_state.last_call = report
     return report
@@ -291,10 +299,13 @@ def extract_generation_mode_kwargs(
     if (call := active_call_of(model)) is not None:
         call.begin(may_hold=custom_generate is decode and not model.config.is_encoder_decoder)
     given = signature_of(original).bind(None if custom_generate is decode else custom_generate, *args, **kwargs)
-    if in_several_processes() and given.arguments.get("synced_gpus", False) is None:
-        # transformers asks by the kind of training alone, also of parameters that are gathered for the call.
-        synced = structure_of_call(model_state, model).gathering is not None
-        given.arguments["synced_gpus"] = None if synced else False
+    if in_several_processes() and (synced := given.arguments.get("synced_gpus", False)) is not False:
+        # transformers asks by the kind of training alone, also of parameters that are gathered for the call. There
+        # each process runs its own passes, whatever the caller has asked for.
+        if call is not None and call.gathered is not None:
+            given.arguments["synced_gpus"] = False
+        elif synced is None:
+            given.arguments["synced_gpus"] = structure_of_call(model_state, model).gathering is not None
     found: dict[str, Any] = original(*given.args, **given.kwargs)
     if call is not None:
         call.synced_gpus = bool(found.get("synced_gpus"))

@@ -48,11 +48,12 @@ Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
 
 def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
-    structure = model_state.structure_of(model)
-    with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
-        if holds_inputs(inputs, model):
-            return _prefill_by_call(model, model_state, inputs)
-        return _prefill_text(model, structure, model_state.options, inputs)
+    with model_state.gathered(model):
+        structure = model_state.structure_of(model)
+        with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
+            if holds_inputs(inputs, model):
+                return _prefill_by_call(model, model_state, inputs)
+            return _prefill_text(model, structure, model_state.options, inputs)
 
 
 def _prefill_text(inner: PreTrainedModel, structure: Structure, options: Options, inputs: Given) -> SharedContextCache:
