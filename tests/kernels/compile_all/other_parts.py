@@ -11,6 +11,7 @@ import torch
 from hf_fastdecode.kernels.experts import api as grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Weights
+from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
 from hf_fastdecode.kernels.pointwise.api import (
     Activation,
     GatedNormForm,
@@ -65,6 +66,18 @@ def compute_between_products() -> None:
             rotate(queries, keys, cos, cos, form)
             rotate(queries, keys, cos, cos, form, backward=True)
         rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
+
+
+def absorb_queries() -> None:
+    """Heads of DeepSeek, GLM-4.7-Flash and MiniCPM3, of all numbers of rows."""
+    sizes = ((16, 128, 64, 128, 512), (20, 192, 64, 256, 512), (40, 64, 32, 64, 256))
+    for dtype, (heads, key, rotary, value, latent) in product((torch.bfloat16, torch.float16), sizes):
+        weight, factor = made(heads * (key + value), latent, dtype=dtype), made(latent, dtype=dtype)
+        for rows, (pairs, stays) in product((1, 32, 128), ((True, True), (True, False), (False, False))):
+            query, compressed = made(rows, heads, key + rotary, dtype=dtype), made(rows, latent + rotary, dtype=dtype)
+            cos = made(rows, rotary // 2, 2)[..., 0] if stays else made(1, rotary, dtype=dtype)
+            rotation = Rotation(RotaryForm.WHOLE if stays else RotaryForm.ROUNDED, pairs, stays)
+            absorb(query, compressed, factor, weight, 1e-6, Angles(cos, cos), rotation)
 
 
 def multiply_few_rows() -> None:
