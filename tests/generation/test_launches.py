@@ -30,7 +30,7 @@ EXPERTS = "list_pairs products products add_up"
 LAYERS = {
     "deepseek_v2": (
         f"normalize row_products absorb {ATTENTION} bmm row_products "
-        f"normalize _to_copy mm _softmax largest mul {EXPERTS} row_products row_products add"
+        f"normalize route {EXPERTS} row_products row_products add"
     ),
     # Groups of experts are chosen by PyTorch's operators.
     "deepseek_v3": (

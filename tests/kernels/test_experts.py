@@ -206,6 +206,24 @@ def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(shares.double(), own_shares, rtol=torch.finfo(shares.dtype).eps * 4, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(("rows", "count", "groups", "kept"), [(3, 8, 1, 1), (70, 24, 4, 2), (33, 64, 8, 3)])
+def test_route_by_scores_in_fp32(rows: int, count: int, groups: int, kept: int, dtype: torch.dtype) -> None:
+    """Of weights in fp32 or that of rows, in several blocks of rows; from the groups with the largest experts."""
+    x, weight = random(rows, 300, seed=1, dtype=dtype), random(count, 300, seed=3) / 300**0.5
+    routing = Routing(3, first=True, whole=True, wide=True, scale=2.5, groups=groups, kept=kept)
+    for own in (weight, weight.to(dtype)):
+        assert routing_refusal(x, own, None, routing) is None
+        found, expected = (one(x, own, None, routing) for one in (route, reference.route))
+        exact = reference.route(x.double(), own.double(), None, routing)
+        for one, two in zip(found, expected, strict=True):
+            assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert_as_exact(found[0], expected[0], exact[0])
+        assert torch.equal(found[2], exact[2])
+        torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-6)
+    assert routing_refusal(x, weight, None, routing._replace(groups=5)) is not None
+
+
 def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may compile in a pass that launches none: a model's code then gathers by what it is given."""
     empty = torch.empty

@@ -47,6 +47,7 @@ _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_SCALES_OF_SHARES, _GROUPS, _KEPT = ("routed_scaling_factor",), ("num_group", "n_group"), ("topk_group",)
 _GROUPED = "grouped_mm"
 _OF_TRANSFORMERS = (_GROUPED, "batched_mm")
 """Implementations that are replaced: transformers' choices, of which it takes one by default."""
@@ -176,12 +177,27 @@ def _router_form_of(module: nn.Module) -> Routing | None:
     count = found[2].shape[1]
     if not 1 <= count <= MOST_LARGEST:
         return None
-    for first, whole in product((False, True), repeat=2):
-        routing = Routing(count, first, whole)
-        expected = reference.route(x, parts["weight"], parts.get("bias"), routing)
+    found = _in_order(*found)
+    for routing in _routings(module, count, len(weight), wide=found[0].dtype == torch.float32):
+        expected = _in_order(*reference.route(x, parts["weight"], parts.get("bias"), routing))
         if all(close(one, other, rtol=1e-2) for one, other in zip(found, expected, strict=True)):
             return routing
     return None
+
+
+def _in_order(scores: Tensor, shares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router returns, with a row's experts in the order of their numbers: some leave it open."""
+    chosen, order = chosen.sort(-1)
+    return scores, shares.gather(-1, order), chosen
+
+
+def _routings(module: nn.Module, count: int, experts: int, *, wide: bool) -> Iterator[Routing]:
+    """Routings that may be a module's, with its own factors and groups."""
+    groups, kept = (sorted(_own(module, names, 1)) for names in (_GROUPS, _KEPT))
+    given = product(groups, kept, (False, True), (False, True), _own(module, _SCALES_OF_SHARES, 1.0))
+    for of_all, of_row, first, whole, scale in given:
+        if of_row <= of_all and experts % of_all == 0 and (first or of_all == 1):
+            yield Routing(count, first, whole, wide, scale, int(of_all), int(of_row))
 
 
 def _run_router(module: nn.Module, routing: Routing, *args: Any, **kwargs: Any) -> Any:

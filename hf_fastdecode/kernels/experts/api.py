@@ -26,7 +26,8 @@ from .config import Config, Configs, Gate, Routing, Weights, choose_configs, mos
 
 _POSITIONS = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
-_PART = 256  # elements of a row for a program of `route`
+_PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, of weights in half precision and in fp32
+_ROUTED = 32  # rows of a program of `route`
 
 
 def experts(
@@ -137,29 +138,35 @@ def route(
         arrived: `counters`, which no launch uses at the same time; new ones when None.
 
     Returns:
-        Scores ``[rows, experts]`` in the dtype of `x`, shares ``[rows, count]`` in this or fp32, experts
+        Scores ``[rows, experts]`` in the dtype of `x` or fp32, shares ``[rows, count]`` likewise, experts
         ``[rows, count]`` int64.
     """
     (rows, width), count, device = x.shape, len(weight), x.device
-    parts, block_rows, block_experts = -(-width // _PART), max(16, power_of_two(rows)), max(16, power_of_two(count))
-    scores = torch.empty(rows, count, dtype=x.dtype, device=device)
+    part = _PART if weight.dtype == x.dtype else _WIDE_PART
+    parts, block_experts = -(-width // part), max(16, power_of_two(count))
+    block_rows = min(_ROUTED, max(16, power_of_two(rows)))
+    blocks = -(-rows // block_rows)
+    scores = torch.empty(rows, count, dtype=torch.float32 if routing.wide else x.dtype, device=device)
     shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
     chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
-    partials = torch.empty(parts, block_rows, block_experts, dtype=torch.float32, device=device)
+    partials = torch.empty(blocks, parts, block_rows, block_experts, dtype=torch.float32, device=device)
     launched = _launch(
         "route",
-        (parts,),
+        (parts, blocks),
         *(x.contiguous(), weight, bias, scores, shares, chosen, partials),
         counters(device) if arrived is None else arrived,
         rows,
+        float(routing.scale),
         WIDTH=width,
         EXPERTS=count,
         COUNT=routing.experts,
         BIAS=bias is not None,
         FIRST=routing.first,
+        GROUPS=routing.groups,
+        KEPT=routing.kept,
         BLOCK_M=block_rows,
         BLOCK_E=block_experts,
-        BLOCK_K=_PART,
+        BLOCK_K=part,
         BLOCK_T=power_of_two(routing.experts),
         PARTS=parts,
         **overlap_options(device),

@@ -53,13 +53,18 @@ class Routing(NamedTuple):
     # Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their sum
     first: bool
     whole: bool  # whether shares stay in fp32; else they are rounded to the dtype of the input
+    wide: bool = False  # whether scores are computed and stay in fp32, of weights in fp32 or the dtype of the input
+    scale: float = 1.0  # factor of the shares
+    # Where `first`, equal groups of experts, and how many a row chooses from: those with the largest experts
+    groups: int = 1
+    kept: int = 1
 
 
 MOST_PAIRS: Final = 1024  # of a row and an expert
 MOST_OF_AN_EXPERT: Final = 32  # pairs of an expert, on average; of more, products take longer than reading weights
 MOST_EXPERTS: Final = 512
 MOST_LARGEST: Final = 16  # elements that `largest` finds in a row
-MOST_ROUTED: Final = 32  # rows of a router
+MOST_ROUTED: Final = 128  # rows of a router
 MOST_ROUTES: Final = 128  # experts of a router
 MOST_WIDTH: Final = 8192  # elements of a row of a router
 WIDTHS: Final = 32  # divisor of the widths of products
@@ -181,7 +186,9 @@ def _refusal_here(x: Tensor) -> str | None:
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
     """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
     parts = (weight,) if bias is None else (weight, bias)
-    if reason := refusal_of_operands(x, *parts):
+    in_fp32 = routing.wide and weight.dtype == torch.float32  # which no other operand is
+    operands = parts[1:] if in_fp32 else parts
+    if reason := refusal_of_operands(x, *operands, of_other_dtypes=(weight.detach(),) if in_fp32 else ()):
         return reason
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
         return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
@@ -190,6 +197,8 @@ def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Rou
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
     if not 1 <= routing.experts <= min(count, MOST_LARGEST):
         return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
+    if count % routing.groups or routing.experts > count // routing.groups * routing.kept:
+        return f"it chooses from {routing.kept} of {routing.groups} equal groups, got {routing.experts} of {count}"
     if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
         return "it takes contiguous weights that begin at multiples of 16 bytes"
     return _refusal_here(x)

@@ -273,33 +273,52 @@ def largest(
         key = tl.where(key == most, LEAST, key)
 
 
+@triton.jit
+def in_kept_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """Scores ``[rows, experts]``, with 0 outside the groups with the largest; of equal ones the first."""
+    group = (expert // (EXPERTS // GROUPS))[None, :]
+    kept = expert[None, :] < 0
+    left = score
+    for _ in tl.static_range(KEPT):
+        most = tl.max(left, 1)[:, None]
+        first = tl.min(tl.where(left == most, group, GROUPS), 1)[:, None]
+        kept = kept | (group == first)
+        left = tl.where(group == first, float("-inf"), left)
+    return tl.where(kept, score, 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def route(
     x,  # [rows, WIDTH], contiguous
-    weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x
+    weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x or in fp32
     bias,  # [EXPERTS]; not read without BIAS
-    scores,  # [rows, EXPERTS], in the dtype of x
+    scores,  # [rows, EXPERTS], in the dtype of x or in fp32
     shares,  # [rows, COUNT]
     chosen,  # [rows, COUNT] int64
-    partials,  # [parts, BLOCK_M, BLOCK_E] fp32
-    arrived,  # [1] int32: parts that have arrived, 0 before and after
+    partials,  # [blocks, parts, BLOCK_M, BLOCK_E] fp32
+    arrived,  # [blocks] int32: parts that have arrived, 0 before and after
     rows,
+    scale,  # factor of the shares
     WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNT: tl.constexpr,
     BIAS: tl.constexpr,
     FIRST: tl.constexpr,  # the softmax is of all scores; else of the largest
-    BLOCK_M: tl.constexpr,  # at least rows
+    GROUPS: tl.constexpr,  # as of `config.Routing`
+    KEPT: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a block
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_K: tl.constexpr,  # elements of a part
     BLOCK_T: tl.constexpr,  # at least COUNT
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    part = tl.program_id(0)
-    row, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    within = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    part, block = tl.program_id(0), tl.program_id(1)
+    of_block, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    row, within = block * BLOCK_M + of_block, part * BLOCK_K + tl.arange(0, BLOCK_K)
     there, kept = row < rows, expert < EXPERTS
+    partials += block * PARTS * BLOCK_M * BLOCK_E
+    arrived += block
     weights = tl.load(
         weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
     )
@@ -307,8 +326,13 @@ def route(
     numbers = tl.load(
         x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
     )
-    total = tl.trans(tl.dot(weights, numbers))  # [BLOCK_M, BLOCK_E]
-    mine = row[:, None] * BLOCK_E + expert[None, :]
+    if weight.dtype.element_ty != x.dtype.element_ty:
+        # Exact but for the weights' last bits, as x has no more bits than tf32.
+        total = tl.dot(weights, numbers.to(tl.float32), input_precision="tf32x3")
+    else:
+        total = tl.dot(weights, numbers)
+    total = tl.trans(total)  # [BLOCK_M, BLOCK_E]
+    mine = of_block[:, None] * BLOCK_E + expert[None, :]
     tl.store(partials + part * BLOCK_M * BLOCK_E + mine, total)
     tl.debug_barrier()  # all threads have written, before one of them says so
     if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
@@ -325,6 +349,8 @@ def route(
             score = tl.where(kept[None, :], score, float("-inf"))
             score = tl.exp(score - tl.max(score, 1)[:, None])
             score = score / tl.sum(score, 1)[:, None]
+        if GROUPS > 1:
+            score = in_kept_groups(score, expert, EXPERTS, GROUPS, KEPT)
         # As in `largest`.
         key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
         key = tl.where(kept[None, :], key, LEAST)
@@ -340,6 +366,7 @@ def route(
         if not FIRST:
             values = tl.exp(values - tl.max(values, 1)[:, None])
             values = values / tl.sum(values, 1)[:, None]
+        values = values * scale
         to = row[:, None] * COUNT + slot[None, :]
         written = there[:, None] & (slot < COUNT)[None, :]
         tl.store(shares + to, values.to(shares.dtype.element_ty), mask=written)

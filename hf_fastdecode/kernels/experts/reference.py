@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..pointwise.api import Activation
-from ..pointwise.reference import gelu
+from ..pointwise.reference import gelu, wide
 from .config import Gate, Routing, Weights
 
 
@@ -38,9 +38,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weight
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """See `api.route`."""
-    scores = F.linear(x, weight, bias)
-    values = F.softmax(scores, dim=-1, dtype=torch.float32) if routing.first else scores
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    scores = F.linear(*map(wide, operands)) if routing.wide else F.linear(*operands)
+    values = F.softmax(wide(scores), dim=-1) if routing.first else scores
+    if routing.groups > 1:
+        groups = values.unflatten(-1, (routing.groups, -1))
+        kept = torch.zeros_like(groups[..., 0]).scatter(-1, groups.amax(-1).topk(routing.kept)[1], 1)
+        values = (groups * kept[..., None]).flatten(-2)
     values, chosen = values.topk(routing.experts, dim=-1)
     if not routing.first:
-        values = F.softmax(values.float(), dim=-1)
+        values = F.softmax(wide(values), dim=-1)
+    values = values * routing.scale
     return scores, values if routing.whole else values.to(x.dtype), chosen

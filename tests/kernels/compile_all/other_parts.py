@@ -132,6 +132,9 @@ def run_experts() -> None:
         for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):
             x = made(rows, hidden, dtype=dtype)
             route(x, router, own, Routing(per_row, first, whole))
+        for rows, groups, own in ((1, 1, made(count, hidden)), (128, 4, made(count, hidden)), (128, 1, router)):
+            x = made(rows, hidden, dtype=dtype)
+            route(x, own, None, Routing(per_row, True, True, wide=True, groups=groups, kept=-(-3 * groups // 4)))
 
 
 def step_states() -> None:
