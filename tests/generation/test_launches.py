@@ -28,15 +28,12 @@ MODELS = {
 ATTENTION = "node_partials attend_suffixes"
 EXPERTS = "list_pairs products products add_up"
 LAYERS = {
-    "deepseek_v2": (
-        f"normalize row_products absorb {ATTENTION} bmm row_products "
-        f"normalize route {EXPERTS} row_products row_products add"
-    ),
+    "deepseek_v2": (f"normalize row_products absorb {ATTENTION} bmm row_products normalize route {EXPERTS}"),
     # Groups of experts are chosen by PyTorch's operators.
     "deepseek_v3": (
         f"normalize row_products normalize row_products absorb {ATTENTION} bmm row_products "
         "normalize _to_copy _to_copy mm sigmoid add topk sum largest zeros_like scatter_ clone _to_copy bitwise_not "
-        f"masked_fill largest gather sum add div_ mul {EXPERTS} row_products row_products add"
+        f"masked_fill largest gather sum add div_ mul {EXPERTS}"
     ),
     "qwen3_moe": (
         f"normalize row_products normalize normalize rotate {ATTENTION} row_products normalize route {EXPERTS}"

@@ -23,11 +23,13 @@ from hf_fastdecode.kernels.experts.config import (
     Configs,
     Gate,
     Routing,
+    Shared,
     Weights,
     grouped_refusal,
     most_items,
     refusal,
     routing_refusal,
+    shared_refusal,
 )
 from hf_fastdecode.kernels.pointwise.api import Activation
 
@@ -104,6 +106,27 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     found = experts(*given, configs)
     assert torch.equal(found, experts(*given, configs))
     assert_as_exact(found, stock(*given), exact(*given))
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(("rows", "count", "gate"), [(1, 1, "gelu"), (33, 3, "silu")])
+def test_experts_of_all_rows(rows: int, count: int, gate: str, dtype: torch.dtype) -> None:
+    """Their products are further items, of which some rows' are a part; sums differ by one rounding less."""
+    weights = weights_of(5, 96, 160, dtype, transposed=False, interleaved=False, biased=False)
+    joint = random(2 * count * 160, 96, seed=8, dtype=dtype) / 96**0.5
+    shared = Shared(*joint.chunk(2), random(96, count * 160, seed=9, dtype=dtype) / (count * 160) ** 0.5)
+    x, (chosen, shares) = random(rows, 96, seed=1, dtype=dtype), routed(rows, 2, 5)
+    given = x, weights, chosen, shares, GATES[gate]
+    assert shared_refusal(x, weights, shared) is None
+    configs = Configs(16, Config(64, 32, 2), Config(64, 32, 3))
+    found = experts(*given, configs, shared=shared)
+    assert torch.equal(found, experts(*given, configs, shared=shared))
+    wide = Shared(*(part.double() for part in shared))
+    of_shared = (reference.shared_experts(one, two, GATES[gate]) for one, two in ((x, shared), (x.double(), wide)))
+    own, of_all = (one + two for one, two in zip((stock(*given), exact(*given)), of_shared, strict=True))
+    assert_as_exact(found, own, of_all)
+    assert shared_refusal(x, weights, Shared(shared.gate[1:], shared.up[1:], shared.down[:, 1:])) is not None
+    assert shared_refusal(x, weights._replace(interleaved=True), shared) is not None
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)

@@ -107,12 +107,23 @@ def form_of(module: nn.Module) -> Form | None:
     return Form(transposed, interleaved, gate) if close(found, expected) else None
 
 
-def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | None:
+def computes_here(module: nn.Module) -> str | None:
+    """The implementation of a layer's experts, where it is one that is replaced."""
     implementation = vars(getattr(module, "config", None) or object).get(EXPERTS_FIELD)
-    if implementation not in _OF_TRANSFORMERS or len(args) != 3 or kwargs or not runs_fused(args[0]):
+    return implementation if implementation in _OF_TRANSFORMERS else None
+
+
+def weights_of(module: nn.Module, form: Form) -> Weights:
+    """The weights of a layer's experts, whose form is known."""
+    return _weights(module, transposed=form.transposed, interleaved=form.interleaved)
+
+
+def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | None:
+    implementation = computes_here(module)
+    if implementation is None or len(args) != 3 or kwargs or not runs_fused(args[0]):
         return None
     x, chosen, shares = args
-    weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
+    weights = weights_of(module, form)
     if fuses_products() and refusal(x, weights, chosen, shares) is None:
         return experts(x, weights, chosen, shares, form.gate)
     if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:

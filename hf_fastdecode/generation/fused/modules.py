@@ -21,10 +21,11 @@ from .gated import GATED
 from .latents import LATENTS
 from .norms import GATED_NORMS, NORMS
 from .rotary import ROTARY
+from .shared_experts import SHARED_EXPERTS
 from .states import DELTA_NETS, STATES
 from .trial import FusedKind, fused_here, is_plain, tried
 
-_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, EXPERTS, ROUTERS, DELTA_NETS, STATES)
+_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()

@@ -46,6 +46,23 @@ class Weights(NamedTuple):
         return self.down.shape[1 if self.transposed else 2]
 
 
+class Shared(NamedTuple):
+    """Weights of experts of all rows, as a module of their joint width holds them; without biases."""
+
+    gate: Tensor  # ``[count * inner, hidden]``
+    up: Tensor  # likewise
+    down: Tensor  # ``[hidden, count * inner]``
+
+    def count(self, inner: int) -> int:
+        """As how many experts of this width they are computed."""
+        return len(self.gate) // inner
+
+    @property
+    def distance(self) -> int:
+        """Elements from the weights of gates to those of what they open."""
+        return (self.up.data_ptr() - self.gate.data_ptr()) // self.up.element_size()
+
+
 class Routing(NamedTuple):
     """How a router chooses experts and their shares."""
 
@@ -67,6 +84,8 @@ MOST_LARGEST: Final = 16  # elements that `largest` finds in a row
 MOST_ROUTED: Final = 128  # rows of a router
 MOST_ROUTES: Final = 128  # experts of a router
 MOST_WIDTH: Final = 8192  # elements of a row of a router
+MOST_SHARED: Final = 4  # experts of all rows
+DISTANCES: Final = 16  # divisor of the distance of their weights: more than the elements of a load
 WIDTHS: Final = 32  # divisor of the widths of products
 GROUPED_WIDTHS: Final = 8  # divisor of the widths of grouped products, which need aligned strides
 
@@ -129,6 +148,20 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
         return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
     reason = _refusal_of_pairs(x, chosen, shares) or _refusal_of_shapes(x, weights)
     return reason or _refusal_of_tensors(x, weights, chosen, shares) or _refusal_here(x)
+
+
+def shared_refusal(x: Tensor, weights: Weights, shared: Shared) -> str | None:
+    """Why `experts` does not serve shared experts beside these weights, which it serves; None when it does."""
+    if reason := refusal_of_operands(x, *shared) or refusal_of_weights(shared):
+        return reason
+    width, inner = len(shared.gate), weights.inner
+    if not 0 < width <= MOST_SHARED * inner or width % inner:
+        return f"it takes up to {MOST_SHARED} shared experts, as wide as the others, got {width} and {inner}"
+    if [tuple(part.shape) for part in shared] != [(width, weights.hidden)] * 2 + [(weights.hidden, width)]:
+        return "shared experts have weights of other shapes"
+    if weights.transposed or weights.interleaved or weights.gate_up_bias is not None or shared.distance % DISTANCES:
+        return "it takes shared experts beside weights whose gates come first, without biases"
+    return None
 
 
 def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:

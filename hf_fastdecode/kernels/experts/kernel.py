@@ -3,6 +3,7 @@
 
 An item is up to BLOCK_M pairs of one expert. Grids depend on the number of pairs alone, so that they can be captured:
 programs of items that are left over end at once. Each pair's elements are computed and added up in a fixed order.
+Experts of all rows, whose products have the shape of the others', are further items that need no list.
 
 A router's kernel computes the scores of experts for a few rows, the largest of each row, and their shares, in one
 launch. Each program multiplies a part of the width; the last to arrive adds all parts up, in their order, and chooses.
@@ -77,7 +78,7 @@ def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
     return gates * ups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pairs", "listed"])
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
@@ -85,12 +86,18 @@ def products(
     out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
     order,  # as `list_pairs` writes it
     items,  # likewise
+    shared,  # of experts of all rows: [SHARED * COLUMNS // 2, WIDTH] if GATED, else [COLUMNS, SHARED * WIDTH]
+    distance,  # elements from there to the weights of what gates open; read if GATED
+    rows,  # pairs of each shared expert, which follow all others, expert by expert
+    pairs,  # of other experts
+    listed,  # items of other experts, which those of shared ones follow
     alpha,  # as in `config.Gate`; not read without GATED
     limit,
     offset,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    SHARED: tl.constexpr,  # experts of all rows
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,  # columns are gates and what these open, all gates first or INTERLEAVED
     INTERLEAVED: tl.constexpr,
@@ -106,12 +113,27 @@ def products(
     INNER: tl.constexpr = COLUMNS // 2
     block, item = tl.program_id(0), tl.program_id(1)
     follow_previous(PDL)
-    expert = tl.load(items + 3 * item).to(tl.int64)
-    begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
+    at_item = items + 3 * (tl.minimum(item, listed - 1) if SHARED else item)
+    expert = tl.load(at_item).to(tl.int64)
+    begin, end = tl.load(at_item + 1), tl.load(at_item + 2)
+    weight += expert * WIDTH * COLUMNS
+    if SHARED:
+        blocks = tl.cdiv(rows, BLOCK_M)
+        which, first_row = (item - listed) // blocks, (item - listed) % blocks * BLOCK_M
+        of_all, first = item >= listed, pairs + which * rows
+        begin = tl.where(of_all, first + first_row, begin)
+        end = tl.where(of_all, first + tl.minimum(first_row + BLOCK_M, rows), end)
+        shared += which.to(tl.int64) * (INNER * WIDTH if GATED else WIDTH)
+        weight = tl.multiple_of(tl.where(of_all, shared, weight), 16)
     if begin < end:
         slot = begin + tl.arange(0, BLOCK_M)
         there = slot < end
-        pair = tl.load(order + slot, mask=there, other=0)
+        if SHARED:
+            pair = tl.where(of_all, slot, tl.load(order + slot, mask=there & (item < listed), other=0))
+            row = tl.where(of_all, slot - first, pair // PAIRS_PER_ROW) if GATED else pair
+        else:
+            pair = tl.load(order + slot, mask=there, other=0)
+            row = pair // PAIRS_PER_ROW
         number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         if GATED and not INTERLEAVED:
             inner = block * HALF + number % HALF
@@ -122,10 +144,15 @@ def products(
         if TRANSPOSED:
             column = tl.max_contiguous(tl.multiple_of(column, 16), 16)
             at = column[:, None] + within[None, :] * COLUMNS
+        elif SHARED and GATED:
+            up = tl.multiple_of(tl.where(of_all, distance.to(tl.int64), INNER * WIDTH), 16)
+            at = (inner * WIDTH + number // HALF * up)[:, None] + within[None, :]
+        elif SHARED:
+            stride = tl.multiple_of(tl.where(of_all, SHARED * WIDTH, WIDTH), 16)
+            at = column[:, None] * stride + within[None, :]
         else:
             at = column[:, None] * WIDTH + within[None, :]
-        weight += expert * WIDTH * COLUMNS
-        here = (pair // PAIRS_PER_ROW)[None, :] * WIDTH + within[:, None]
+        here = row[None, :] * WIDTH + within[:, None]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             numbers = tl.load(x + here + start, mask=there[None, :], other=0.0)
@@ -150,13 +177,14 @@ def products(
 
 @triton.jit
 def add_up(
-    products,  # [pairs, COLUMNS] fp32
+    products,  # [pairs, COLUMNS] fp32, and those of SHARED experts of all rows, expert by expert
     chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least PAIRS_PER_ROW
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -171,6 +199,10 @@ def add_up(
     at = pair[:, None] * COLUMNS + column[None, :]
     numbers = tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
     result = tl.sum(numbers * share[:, None], 0)
+    rows = tl.num_programs(0)
+    for number in tl.static_range(SHARED):
+        at = (rows * (PAIRS_PER_ROW + number) + row) * COLUMNS + column
+        result += tl.load(products + at, mask=kept, other=0.0)
     tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..pointwise.api import Activation
 from ..pointwise.reference import gelu, wide
-from .config import Gate, Routing, Weights
+from .config import Gate, Routing, Shared, Weights
 
 
 def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
@@ -20,6 +20,12 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
         result = _product(hidden, weights.down, weights.down_bias, expert, weights)
         out.index_add_(0, row, (result * shares[row, slot, None]).to(x.dtype))
     return out
+
+
+def shared_experts(x: Tensor, shared: Shared, gate: Gate) -> Tensor:
+    """What `api.experts` adds for experts of all rows."""
+    weights = Weights(torch.cat(shared[:2])[None], shared.down[None])
+    return F.linear(opened(F.linear(x, weights.gate_up[0]), weights, gate), shared.down)
 
 
 def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from hf_fastdecode.kernels.experts import api as grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
-from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Weights
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Shared, Weights
 from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
 from hf_fastdecode.kernels.pointwise.api import (
     Activation,
@@ -116,6 +116,10 @@ def run_experts() -> None:
             layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+            if not transposed:
+                joint = made(2 * inner, hidden, dtype=dtype)
+                shared = Shared(joint, joint, made(hidden, 2 * inner, dtype=dtype))
+                experts(x, Weights(*parts), chosen, shares, Gate(Activation.SILU), shared=shared)
         largest(made(3, count, dtype=dtype), per_row)
         x, pairs = made(3, hidden, dtype=dtype), 3 * per_row
         chosen = made(3, per_row, dtype=torch.int64)
