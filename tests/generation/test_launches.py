@@ -29,11 +29,8 @@ ATTENTION = "node_partials attend_suffixes"
 EXPERTS = "list_pairs products products add_up"
 LAYERS = {
     "deepseek_v2": (f"normalize row_products absorb {ATTENTION} bmm row_products normalize route {EXPERTS}"),
-    # Groups of experts are chosen by PyTorch's operators.
     "deepseek_v3": (
-        f"normalize row_products normalize row_products absorb {ATTENTION} bmm row_products "
-        "normalize _to_copy _to_copy mm sigmoid add topk sum largest zeros_like scatter_ clone _to_copy bitwise_not "
-        f"masked_fill largest gather sum add div_ mul {EXPERTS}"
+        f"normalize row_products normalize row_products absorb {ATTENTION} bmm row_products normalize route {EXPERTS}"
     ),
     "qwen3_moe": (
         f"normalize row_products normalize normalize rotate {ATTENTION} row_products normalize route {EXPERTS}"
@@ -46,8 +43,8 @@ def launches(name: str, rows: int) -> str:
     """Of a step of a model of one layer, from its first norm to its last."""
     model = tiny_model_of_type(name, **SIZES, **MODELS[name]).half()
     for module in model.modules():
-        if type(module).__name__ == "DeepseekV2TopkRouter":
-            module.float()  # as checkpoints are loaded
+        if type(module).__name__.endswith("TopkRouter"):
+            module.float()  # as DeepSeek's checkpoints are loaded
     sampling = {"do_sample": True, "num_return_sequences": rows, "max_new_tokens": 3}
     found = " ".join(launches_of_a_step(model, ragged_prompts(20) | sampling))
     return found[found.index("normalize") :].removesuffix(" normalize row_products")

@@ -235,16 +235,18 @@ def test_route_by_scores_in_fp32(rows: int, count: int, groups: int, kept: int, 
     """Of weights in fp32 or that of rows, in several blocks of rows; from the groups with the largest experts."""
     x, weight = random(rows, 300, seed=1, dtype=dtype), random(count, 300, seed=3) / 300**0.5
     routing = Routing(3, first=True, whole=True, wide=True, scale=2.5, groups=groups, kept=kept)
-    for own in (weight, weight.to(dtype)):
-        assert routing_refusal(x, own, None, routing) is None
-        found, expected = (one(x, own, None, routing) for one in (route, reference.route))
-        exact = reference.route(x.double(), own.double(), None, routing)
+    bias, corrected = random(count, seed=4), routing._replace(corrected=True, normed=True)
+    for own, added, how in ((weight, None, routing), (weight.to(dtype), None, routing), (weight, bias, corrected)):
+        assert routing_refusal(x, own, added, how) is None
+        found, expected = (one(x, own, added, how) for one in (route, reference.route))
+        exact = reference.route(x.double(), own.double(), None if added is None else added.double(), how)
         for one, two in zip(found, expected, strict=True):
             assert (one.shape, one.dtype) == (two.shape, two.dtype)
         assert_as_exact(found[0], expected[0], exact[0])
         assert torch.equal(found[2], exact[2])
         torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-6)
-    assert routing_refusal(x, weight, None, routing._replace(groups=5)) is not None
+    assert routing_refusal(x, weight, bias, corrected._replace(groups=5)) is not None
+    assert routing_refusal(x, weight, None, corrected) is not None
 
 
 def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,8 @@ def route(
         COUNT=routing.experts,
         BIAS=bias is not None,
         FIRST=routing.first,
+        CORRECTED=routing.corrected,
+        NORMED=routing.normed,
         GROUPS=routing.groups,
         KEPT=routing.kept,
         BLOCK_M=block_rows,

@@ -75,6 +75,10 @@ class Routing(NamedTuple):
     # Where `first`, equal groups of experts, and how many a row chooses from: those with the largest experts
     groups: int = 1
     kept: int = 1
+    # Whether scores become their sigmoids, biases are added for the choice alone, and groups are chosen by the sum of
+    # their two largest (DeepSeek-V3, section 2.1.2); `first` then
+    corrected: bool = False
+    normed: bool = False  # whether shares are divided by their sum; with `corrected`
 
 
 MOST_PAIRS: Final = 1024  # of a row and an expert
@@ -219,10 +223,14 @@ def _refusal_here(x: Tensor) -> str | None:
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
     """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
     parts = (weight,) if bias is None else (weight, bias)
-    in_fp32 = routing.wide and weight.dtype == torch.float32  # which no other operand is
-    operands = parts[1:] if in_fp32 else parts
-    if reason := refusal_of_operands(x, *operands, of_other_dtypes=(weight.detach(),) if in_fp32 else ()):
+    others = [weight] if routing.wide and weight.dtype == torch.float32 else []
+    if routing.corrected and bias is not None:
+        others.append(bias)
+    operands = [part for part in parts if not any(part is other for other in others)]
+    if reason := refusal_of_operands(x, *operands, of_other_dtypes=[part.detach() for part in others]):
         return reason
+    if routing.corrected and (bias is None or bias.dtype != torch.float32 or not routing.wide):
+        return "it corrects scores in fp32 by biases in fp32"
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
         return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
     count = len(weight)

@@ -306,24 +306,35 @@ def largest(
 
 
 @triton.jit
-def in_kept_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """Scores ``[rows, experts]``, with 0 outside the groups with the largest; of equal ones the first."""
+def in_kept_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr):
+    """Scores ``[rows, experts]`` of the groups whose largest, or whose TWO largest, are most; of equal ones the first.
+
+    Others are 0, or with TWO -inf.
+    """
     group = (expert // (EXPERTS // GROUPS))[None, :]
+    left = tl.where((expert < EXPERTS)[None, :], score, float("-inf"))
+    if TWO:
+        own = left
+        for number in tl.static_range(GROUPS):
+            inside = tl.where(group == number, own, float("-inf"))
+            most = tl.max(inside, 1)[:, None]
+            first = tl.min(tl.where(inside == most, expert[None, :], EXPERTS), 1)[:, None]
+            second = tl.max(tl.where(expert[None, :] == first, float("-inf"), inside), 1)[:, None]
+            left = tl.where(group == number, most + second, left)
     kept = expert[None, :] < 0
-    left = score
     for _ in tl.static_range(KEPT):
         most = tl.max(left, 1)[:, None]
         first = tl.min(tl.where(left == most, group, GROUPS), 1)[:, None]
         kept = kept | (group == first)
         left = tl.where(group == first, float("-inf"), left)
-    return tl.where(kept, score, 0.0)
+    return tl.where(kept, score, float("-inf") if TWO else 0.0)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def route(
     x,  # [rows, WIDTH], contiguous
     weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x or in fp32
-    bias,  # [EXPERTS]; not read without BIAS
+    bias,  # [EXPERTS], in fp32 if CORRECTED; not read without BIAS
     scores,  # [rows, EXPERTS], in the dtype of x or in fp32
     shares,  # [rows, COUNT]
     chosen,  # [rows, COUNT] int64
@@ -336,6 +347,8 @@ def route(
     COUNT: tl.constexpr,
     BIAS: tl.constexpr,
     FIRST: tl.constexpr,  # the softmax is of all scores; else of the largest
+    CORRECTED: tl.constexpr,  # scores are sigmoids, to which biases are added for the choice alone
+    NORMED: tl.constexpr,  # shares are divided by their sum
     GROUPS: tl.constexpr,  # as of `config.Routing`
     KEPT: tl.constexpr,
     BLOCK_M: tl.constexpr,  # rows of a block
@@ -372,32 +385,43 @@ def route(
         total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for other in tl.static_range(PARTS):
             total += tl.load(partials + other * BLOCK_M * BLOCK_E + mine, cache_modifier=".cg")
-        if BIAS:
+        if BIAS and not CORRECTED:
             total += tl.load(bias + expert, mask=kept, other=0.0).to(tl.float32)[None, :]
         rounded = total.to(scores.dtype.element_ty)
         tl.store(scores + row[:, None] * EXPERTS + expert[None, :], rounded, mask=there[:, None] & kept[None, :])
         score = rounded.to(tl.float32)
-        if FIRST:
+        if CORRECTED:
+            score = 1.0 / (1.0 + tl.exp(-score))
+        elif FIRST:
             score = tl.where(kept[None, :], score, float("-inf"))
             score = tl.exp(score - tl.max(score, 1)[:, None])
             score = score / tl.sum(score, 1)[:, None]
+        chooses = score
+        if CORRECTED:
+            chooses = score + tl.load(bias + expert, mask=kept, other=0.0)[None, :]
         if GROUPS > 1:
-            score = in_kept_groups(score, expert, EXPERTS, GROUPS, KEPT)
+            chooses = in_kept_groups(chooses, expert, EXPERTS, GROUPS, KEPT, CORRECTED)
         # As in `largest`.
-        key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
+        key = ordered(chooses.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
         key = tl.where(kept[None, :], key, LEAST)
         slot = tl.arange(0, BLOCK_T)
         values = tl.full((BLOCK_M, BLOCK_T), float("-inf"), tl.float32)
         columns = tl.zeros((BLOCK_M, BLOCK_T), tl.int64)
         for number in tl.static_range(COUNT):
             most = tl.max(key, 1)
-            value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+            column = BLOCK_E - 1 - (most & 0xFFFFFFFF)
+            if CORRECTED:
+                value = tl.sum(tl.where(expert[None, :] == column[:, None], score, 0.0), 1)
+            else:
+                value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
             values = tl.where((slot == number)[None, :], value[:, None], values)
-            columns = tl.where((slot == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
+            columns = tl.where((slot == number)[None, :], column[:, None], columns)
             key = tl.where(key == most[:, None], LEAST, key)
         if not FIRST:
             values = tl.exp(values - tl.max(values, 1)[:, None])
             values = values / tl.sum(values, 1)[:, None]
+        if NORMED:
+            values = values / (tl.sum(tl.where((slot < COUNT)[None, :], values, 0.0), 1)[:, None] + 1e-20)
         values = values * scale
         to = row[:, None] * COUNT + slot[None, :]
         written = there[:, None] & (slot < COUNT)[None, :]

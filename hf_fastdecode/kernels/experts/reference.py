@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -44,15 +46,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weight
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """See `api.route`."""
-    operands = (x, weight) if bias is None else (x, weight, bias)
+    operands = (x, weight) if bias is None or routing.corrected else (x, weight, bias)
     scores = F.linear(*map(wide, operands)) if routing.wide else F.linear(*operands)
     values = F.softmax(wide(scores), dim=-1) if routing.first else scores
+    if routing.corrected:
+        values = scores.sigmoid()
+    chooses = values if bias is None or not routing.corrected else values + bias
     if routing.groups > 1:
-        groups = values.unflatten(-1, (routing.groups, -1))
-        kept = torch.zeros_like(groups[..., 0]).scatter(-1, groups.amax(-1).topk(routing.kept)[1], 1)
-        values = (groups * kept[..., None]).flatten(-2)
-    values, chosen = values.topk(routing.experts, dim=-1)
+        groups = chooses.unflatten(-1, (routing.groups, -1))
+        of_groups = groups.topk(2, dim=-1)[0].sum(-1) if routing.corrected else groups.amax(-1)
+        left = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, of_groups.topk(routing.kept)[1], False)
+        chooses = groups.masked_fill(left[..., None], -inf if routing.corrected else 0.0).flatten(-2)
+    chosen = chooses.topk(routing.experts, dim=-1)[1]
+    values = values.gather(-1, chosen)
     if not routing.first:
         values = F.softmax(wide(values), dim=-1)
+    if routing.normed:
+        values = values / (values.sum(-1, keepdim=True) + 1e-20)
     values = values * routing.scale
     return scores, values if routing.whole else values.to(x.dtype), chosen

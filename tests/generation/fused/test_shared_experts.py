@@ -70,11 +70,11 @@ def test_tokens_equal_stock_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         counting(monkeypatch, *of) for of in ((shared_experts, "experts"), (experts, "route"), (latents, "absorb"))
     ]
     model = model_of("without-query-ranks", num_hidden_layers=1, first_k_dense_replace=0, n_shared_experts=2)
-    call = ragged_prompts(20, 17, shared=16) | SAMPLING
+    call = ragged_prompts(20) | SAMPLING | {"max_new_tokens": 3}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-    assert [one.count for one in counts] == [3, 3, 3]
+    assert [one.count for one in counts] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("case", ["served", "rows", "width", "hook", "failure"])
@@ -88,7 +88,7 @@ def test_when_the_kernels_run(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
         module.shared_experts.down_proj = nn.Linear(48, 64, bias=False, device=DEVICE)
     elif case == "failure":
         monkeypatch.setattr(shared_experts, "experts", fail)
-    rows = 600 if case == "rows" else 5
+    rows = 70 if case == "rows" else 5
     module, router = module.half(), module.gate
     router.float()
     x = torch.randn(rows, 1, 64, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)

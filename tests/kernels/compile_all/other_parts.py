@@ -138,7 +138,9 @@ def run_experts() -> None:
             route(x, router, own, Routing(per_row, first, whole))
         for rows, groups, own in ((1, 1, made(count, hidden)), (128, 4, made(count, hidden)), (128, 1, router)):
             x = made(rows, hidden, dtype=dtype)
-            route(x, own, None, Routing(per_row, True, True, wide=True, groups=groups, kept=-(-3 * groups // 4)))
+            routing = Routing(per_row, True, True, wide=True, groups=groups, kept=-(-3 * groups // 4))
+            route(x, own, None, routing)
+            route(x, own, made(count), routing._replace(corrected=True, normed=groups > 1))
 
 
 def step_states() -> None:
