@@ -43,7 +43,7 @@ from .trial import (
 _INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 _COMPRESS, _NORM, _EXPAND = "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj"
 _WIDTHS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
-_RANKS = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+_QUERY_PARTS = ("q_a_proj", "q_a_layernorm", "q_b_proj")
 _CACHES = ("cache", "past_key_values")
 """Names of the argument with the cache, in releases of transformers."""
 _TAKEN = {*_CACHES, "hidden_states", "position_embeddings", "position_ids", "cache_position", "use_cache"}
@@ -68,15 +68,15 @@ def key(module: nn.Module) -> Hashable | None:
     if not {_COMPRESS, _EXPAND, "o_proj"} <= parts.keys() or norm is None or eps_of(norm) is None:
         return None
     widths = tuple(vars(module).get(name) for name in _WIDTHS)
-    of_module, of_norm, ranked = settings(module), settings(norm), parts.get("q_b_proj") is not None
+    of_module, of_norm, in_parts = settings(module), settings(norm), parts.get("q_b_proj") is not None
     if not all(type(width) is int for width in widths) or of_module is None or of_norm is None:
         return None
-    if any(parts.get(name) is None for name in (_RANKS if ranked else ("q_proj",))):
+    if any(parts.get(name) is None for name in (_QUERY_PARTS if in_parts else ("q_proj",))):
         return None
     assert isinstance(of_module, tuple)
     own: Any = type(module)
     alike = tuple(one for one in of_module if not (isinstance(one, tuple) and one[0] == "layer_idx"))
-    return "latents", alike, of_norm, ranked, function_key(own.expand_kv)
+    return "latents", alike, of_norm, in_parts, function_key(own.expand_kv)
 
 
 class _Given(nn.Module):
@@ -111,7 +111,7 @@ def _computes(module: Any, rotation: Rotation, is_complex: bool) -> bool:
     query = random(1, _TOKENS, heads * (key + rotated), seed=1)
     compressed, weight = random(1, _TOKENS, latent + rotated, seed=2), random(heads * (key + value), latent, seed=3)
     attended, result = random(1, _TOKENS, heads, value, seed=4), random(1, _TOKENS, 16, seed=5)
-    projections = {name: _Given(query) for name in ("q_proj", *_RANKS) if module._modules.get(name) is not None}
+    projections = {name: _Given(query) for name in ("q_proj", *_QUERY_PARTS) if module._modules.get(name) is not None}
     own: dict[str, Any] = {**projections, _COMPRESS: _Given(compressed), "o_proj": _Given(result)}
     factor = random(latent, seed=6)
     small: Any = twin(module, **own, **{_NORM: twin(module._modules[_NORM], weight=factor)})
@@ -133,7 +133,8 @@ def _computes(module: Any, rotation: Rotation, is_complex: bool) -> bool:
     forward = calling(type(module).forward, {_INTERFACES: Interfaces})
     angles, position_embeddings = _angles(rotated, is_complex)
     assert forward is not None
-    found = forward(small, hidden_states=x, position_embeddings=position_embeddings, attention_mask=None)
+    taken = {"hidden_states": x, "position_embeddings": position_embeddings, "attention_mask": None}
+    found = forward(small, **taken)
     tokens = query.view(_TOKENS, heads, -1), compressed[0], factor, weight
     expected = reference.absorb(*tokens, eps_of(small._modules[_NORM]) or 0.0, angles, rotation)
     handed, scaling = seen["given"][0], seen["scaling"]
@@ -193,9 +194,9 @@ def _run(module: Any, form: Form, other: Callable[..., Any], *args: Any, **kwarg
 
 def _absorbed(module: Any, form: Form, hidden: Tensor, angles: Angles) -> Absorbed | None:
     """What attention reads; None where the kernel does not serve the layer's tensors."""
-    ranks = [module._modules.get(name) for name in _RANKS]
+    parts = [module._modules.get(name) for name in _QUERY_PARTS]
     query, compressed = hidden, None
-    for projection in [one for one in ranks if one is not None] or [module.q_proj]:
+    for projection in [one for one in parts if one is not None] or [module.q_proj]:
         query = projection(query)
         if compressed is None:  # together with the first
             compressed = module.kv_a_proj_with_mqa(hidden)

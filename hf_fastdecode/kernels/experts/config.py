@@ -222,24 +222,28 @@ def _refusal_here(x: Tensor) -> str | None:
 
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
     """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
-    parts = (weight,) if bias is None else (weight, bias)
+    parts = [weight] if bias is None else [weight, bias]
     others = [weight] if routing.wide and weight.dtype == torch.float32 else []
-    if routing.corrected and bias is not None:
-        others.append(bias)
+    others += parts[1:] if routing.corrected else []
     operands = [part for part in parts if not any(part is other for other in others)]
     if reason := refusal_of_operands(x, *operands, of_other_dtypes=[part.detach() for part in others]):
         return reason
-    if routing.corrected and (bias is None or bias.dtype != torch.float32 or not routing.wide):
-        return "it corrects scores in fp32 by biases in fp32"
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
         return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
     count = len(weight)
-    if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
+    if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or any(part.shape != (count,) for part in parts[1:]):
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
+    if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
+        return "it takes contiguous weights that begin at multiples of 16 bytes"
+    return _refusal_of_choice(count, bias, routing) or _refusal_here(x)
+
+
+def _refusal_of_choice(count: int, bias: Tensor | None, routing: Routing) -> str | None:
+    """Why `route` does not choose so among this many experts; None when it does."""
+    if routing.corrected and (bias is None or bias.dtype != torch.float32 or not routing.wide):
+        return "it corrects scores in fp32 by biases in fp32"
     if not 1 <= routing.experts <= min(count, MOST_LARGEST):
         return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
     if count % routing.groups or routing.experts > count // routing.groups * routing.kept:
         return f"it chooses from {routing.kept} of {routing.groups} equal groups, got {routing.experts} of {count}"
-    if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
-        return "it takes contiguous weights that begin at multiples of 16 bytes"
-    return _refusal_here(x)
+    return None
