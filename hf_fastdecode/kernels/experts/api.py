@@ -189,6 +189,7 @@ def route(
         BLOCK_K=part,
         BLOCK_T=power_of_two(routing.experts),
         PARTS=parts,
+        num_warps=8 if part == _WIDE_PART else 4,  # four would spill registers
         **overlap_options(device),
     )
     if not launched:
