@@ -115,6 +115,7 @@ def test_when_the_kernel_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
                 assert launches.count == 1
         router(few)
     assert launches.count == 1
+    found, expected = (experts._in_order(*one) for one in (found, expected))
     torch.testing.assert_close(found[0], expected[0], rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=2e-3)
     assert (found[2] == expected[2]).float().mean() > 0.9

@@ -40,7 +40,7 @@ class Halved(DeepseekV2Moe):
 def mixture(kind: type[nn.Module] = DeepseekV2Moe, **fields: Any) -> nn.Module:
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
     config = DeepseekV2Config(**sizes, n_shared_experts=2, topk_method="greedy", **fields)
-    config._experts_implementation = "grouped_mm"
+    config._experts_implementation = "batched_mm"  # in any dtype
     torch.manual_seed(0)
     module = kind(config)
     for parameter in module.parameters():
