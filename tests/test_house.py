@@ -21,7 +21,7 @@ BOUNDS = {"files": 272, "lines": 58845}
 
 FEATURES = {
     "several processes": (r"ranks?|peers?|parallel|collectives?|distributed", 15),
-    "latents": (r"latents?", 10),
+    "latents": (r"latents?", 12),
     "images": (r"images?|pixels?|videos?", 8),
     "states": (r"states|stateful|recurrent", 15),
     "encoders": (r"encoders?|encoded|cross", 15),

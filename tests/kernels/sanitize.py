@@ -35,7 +35,15 @@ from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 
 from ..attention.forests import make_inputs
 from ..attention.test_prefill_kernel import check_pass
-from . import test_experts, test_pointwise, test_row_products, test_slim_append, test_state_steps, test_stored_product
+from . import (
+    test_experts,
+    test_latent_queries,
+    test_pointwise,
+    test_row_products,
+    test_slim_append,
+    test_state_steps,
+    test_stored_product,
+)
 from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
 from .slim_decode.problems import Case as SlimCase
@@ -128,6 +136,7 @@ def between_products() -> None:
     test_pointwise.test_gradients_of_gated((3, 5, 64), Activation.GELU_TANH, HALF)
     test_pointwise.test_gradients_of_rotate((9, 1), 64, 16, False, RotaryForm.ROUNDED, HALF)
     test_slim_append.test_append_token(3, 9, 80, 32, 72, True, HALF)
+    test_latent_queries.test_absorb((70, 1, 32, 32, 32, 130), "DeepSeek-V2", HALF)
 
 
 def step_states() -> None:
@@ -149,7 +158,9 @@ def mix() -> None:
         layout = {"transposed": transposed, "interleaved": transposed, "biased": True}
         test_experts.test_experts(33, layout, "silu", HALF)
     test_experts.test_largest(5, 33, 8, HALF)
+    test_experts.test_experts_of_all_rows(33, 3, "silu", HALF)
     test_experts.test_route(5, 33, 300, HALF)
+    test_experts.test_route_by_scores_in_fp32(70, 24, 4, 2, HALF)
 
 
 RAGGED = {"lengths": (150, 1, 0, 77), "starts": (5, 0, 0, 7), "rank": 16}

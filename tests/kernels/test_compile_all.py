@@ -30,6 +30,7 @@ def test_launches_on_a_pretended_gpu() -> None:
     assert done.stdout.split() == [
         "experts",
         "forest_decode",
+        "latent_queries",
         "pointwise",
         "prefill",
         "row_products",

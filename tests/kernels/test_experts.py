@@ -23,11 +23,13 @@ from hf_fastdecode.kernels.experts.config import (
     Configs,
     Gate,
     Routing,
+    Shared,
     Weights,
     grouped_refusal,
     most_items,
     refusal,
     routing_refusal,
+    shared_refusal,
 )
 from hf_fastdecode.kernels.pointwise.api import Activation
 
@@ -104,6 +106,27 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     found = experts(*given, configs)
     assert torch.equal(found, experts(*given, configs))
     assert_as_exact(found, stock(*given), exact(*given))
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(("rows", "count", "gate"), [(1, 1, "gelu"), (33, 3, "silu")])
+def test_experts_of_all_rows(rows: int, count: int, gate: str, dtype: torch.dtype) -> None:
+    """Their products are further items, of which some rows' are a part; sums differ by one rounding less."""
+    weights = weights_of(5, 96, 160, dtype, transposed=False, interleaved=False, biased=False)
+    joint = random(2 * count * 160, 96, seed=8, dtype=dtype) / 96**0.5
+    shared = Shared(*joint.chunk(2), random(96, count * 160, seed=9, dtype=dtype) / (count * 160) ** 0.5)
+    x, (chosen, shares) = random(rows, 96, seed=1, dtype=dtype), routed(rows, 2, 5)
+    given = x, weights, chosen, shares, GATES[gate]
+    assert shared_refusal(x, weights, shared) is None
+    configs = Configs(16, Config(64, 32, 2), Config(64, 32, 3))
+    found = experts(*given, configs, shared=shared)
+    assert torch.equal(found, experts(*given, configs, shared=shared))
+    wide = Shared(*(part.double() for part in shared))
+    of_shared = (reference.shared_experts(one, two, GATES[gate]) for one, two in ((x, shared), (x.double(), wide)))
+    own, of_all = (one + two for one, two in zip((stock(*given), exact(*given)), of_shared, strict=True))
+    assert_as_exact(found, own, of_all)
+    assert shared_refusal(x, weights, Shared(shared.gate[1:], shared.up[1:], shared.down[:, 1:])) is not None
+    assert shared_refusal(x, weights._replace(interleaved=True), shared) is not None
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
@@ -204,6 +227,26 @@ def test_route(rows: int, count: int, width: int, dtype: torch.dtype) -> None:
         of_all = scores.double().softmax(-1).gather(1, chosen)
         own_shares = of_all if first else scores.double().gather(1, chosen).softmax(-1)
         torch.testing.assert_close(shares.double(), own_shares, rtol=torch.finfo(shares.dtype).eps * 4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize(("rows", "count", "groups", "kept"), [(3, 8, 1, 1), (70, 24, 4, 2), (33, 64, 8, 3)])
+def test_route_by_scores_in_fp32(rows: int, count: int, groups: int, kept: int, dtype: torch.dtype) -> None:
+    """Of weights in fp32 or that of rows, in several blocks of rows; from the groups with the largest experts."""
+    x, weight = random(rows, 300, seed=1, dtype=dtype), random(count, 300, seed=3) / 300**0.5
+    routing = Routing(3, first=True, whole=True, wide=True, scale=2.5, groups=groups, kept=kept)
+    bias, corrected = random(count, seed=4), routing._replace(corrected=True, normed=True)
+    for own, added, how in ((weight, None, routing), (weight.to(dtype), None, routing), (weight, bias, corrected)):
+        assert routing_refusal(x, own, added, how) is None
+        found, expected = (one(x, own, added, how) for one in (route, reference.route))
+        exact = reference.route(x.double(), own.double(), None if added is None else added.double(), how)
+        for one, two in zip(found, expected, strict=True):
+            assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        assert_as_exact(found[0], expected[0], exact[0])
+        assert torch.equal(found[2], exact[2])
+        torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-6)
+    assert routing_refusal(x, weight, bias, corrected._replace(groups=5)) is not None
+    assert routing_refusal(x, weight, None, corrected) is not None
 
 
 def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

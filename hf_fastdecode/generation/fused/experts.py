@@ -47,6 +47,8 @@ _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
 _WEIGHTS, _BIASES = {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"}
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+_SCALES_OF_SHARES, _GROUPS, _KEPT = ("routed_scaling_factor",), ("num_group", "n_group"), ("topk_group",)
+_CORRECTION = "e_score_correction_bias"
 _GROUPED = "grouped_mm"
 _OF_TRANSFORMERS = (_GROUPED, "batched_mm")
 """Implementations that are replaced: transformers' choices, of which it takes one by default."""
@@ -106,12 +108,23 @@ def form_of(module: nn.Module) -> Form | None:
     return Form(transposed, interleaved, gate) if close(found, expected) else None
 
 
-def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | None:
+def computes_here(module: nn.Module) -> str | None:
+    """The implementation of a layer's experts, where it is one that is replaced."""
     implementation = vars(getattr(module, "config", None) or object).get(EXPERTS_FIELD)
-    if implementation not in _OF_TRANSFORMERS or len(args) != 3 or kwargs or not runs_fused(args[0]):
+    return implementation if implementation in _OF_TRANSFORMERS else None
+
+
+def weights_of(module: nn.Module, form: Form) -> Weights:
+    """The weights of a layer's experts, whose form is known."""
+    return _weights(module, transposed=form.transposed, interleaved=form.interleaved)
+
+
+def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | None:
+    implementation = computes_here(module)
+    if implementation is None or len(args) != 3 or kwargs or not runs_fused(args[0]):
         return None
     x, chosen, shares = args
-    weights = _weights(module, transposed=form.transposed, interleaved=form.interleaved)
+    weights = weights_of(module, form)
     if fuses_products() and refusal(x, weights, chosen, shares) is None:
         return experts(x, weights, chosen, shares, form.gate)
     if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:
@@ -153,22 +166,30 @@ def _router_may_be(module: type[nn.Module]) -> bool:
 
 
 def _router_key(module: nn.Module) -> Hashable | None:
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 2 or module._parameters.keys() - {"weight", "bias"}:
+    weight, extra = module._parameters.get("weight"), {_CORRECTION}
+    if weight is None or weight.dim() != 2 or module._parameters.keys() - {"weight", "bias"} - extra:
         return None
-    if module._modules or module._buffers or weight.shape[1] > MOST_WIDTH:
+    if module._modules or module._buffers.keys() - extra or weight.shape[1] > MOST_WIDTH:
         return None
     of_module = settings(module)
-    biased = module._parameters.get("bias") is not None
-    return None if of_module is None else (of_module, tuple(weight.shape), biased)
+    biased = module._parameters.get("bias") is not None, _correction(module) is not None
+    return None if of_module is None or all(biased) else (of_module, tuple(weight.shape), biased)
+
+
+def _correction(module: nn.Module) -> Tensor | None:
+    """What is added to a router's scores for the choice alone."""
+    of_buffers, of_parameters = (found.get(_CORRECTION) for found in (module._buffers, module._parameters))
+    return of_parameters if of_buffers is None else of_buffers
 
 
 def _router_form_of(module: nn.Module) -> Routing | None:
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
+    weight, bias, correction = module._parameters["weight"], module._parameters.get("bias"), _correction(module)
     assert weight is not None
     parts = {"weight": random(*weight.shape, seed=1) / 8}
     if bias is not None:
         parts["bias"] = random(*bias.shape, seed=2)
+    if correction is not None:
+        parts[_CORRECTION] = random(len(weight), seed=4, dtype=torch.float32)
     x = random(_ROWS, weight.shape[1], seed=3)
     found = type(module).forward(twin(module, **parts), x)
     if not isinstance(found, tuple) or len(found) != 3 or found[2].dim() != 2:
@@ -176,16 +197,37 @@ def _router_form_of(module: nn.Module) -> Routing | None:
     count = found[2].shape[1]
     if not 1 <= count <= MOST_LARGEST:
         return None
-    for first, whole in product((False, True), repeat=2):
-        routing = Routing(count, first, whole)
-        expected = reference.route(x, parts["weight"], parts.get("bias"), routing)
+    found, given = _in_order(*found), parts.get("bias", parts.get(_CORRECTION))
+    for routing in _routings(module, count, len(weight), wide=found[0].dtype == torch.float32):
+        expected = _in_order(*reference.route(x, parts["weight"], given, routing))
         if all(close(one, other, rtol=1e-2) for one, other in zip(found, expected, strict=True)):
             return routing
     return None
 
 
+def _in_order(scores: Tensor, shares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a router returns, with a row's experts in the order of their numbers: some leave it open."""
+    chosen, order = chosen.sort(-1)
+    return scores, shares.gather(-1, order), chosen
+
+
+def _routings(module: nn.Module, count: int, experts: int, *, wide: bool) -> Iterator[Routing]:
+    """Routings that may be a module's, with its own factors and groups."""
+    groups, kept = (sorted(_own(module, names, 1)) for names in (_GROUPS, _KEPT))
+    given = product(groups, kept, (False, True), (False, True), _own(module, _SCALES_OF_SHARES, 1.0))
+    for of_all, of_row, first, whole, scale in given:
+        if of_row <= of_all and experts % of_all == 0 and (first or of_all == 1):
+            routing = Routing(count, first, whole, wide, scale, int(of_all), int(of_row))
+            if _correction(module) is None:
+                yield routing
+            elif first:
+                yield routing._replace(corrected=True)
+                yield routing._replace(corrected=True, normed=True)
+
+
 def _run_router(module: nn.Module, routing: Routing, *args: Any, **kwargs: Any) -> Any:
-    products, weight, bias = products_here(), module._parameters.get("weight"), module._parameters.get("bias")
+    products, weight = products_here(), module._parameters.get("weight")
+    bias = _correction(module) if routing.corrected else module._parameters.get("bias")
     if products is None or not fuses_products() or len(args) != 1 or kwargs or weight is None:
         return None
     rows = args[0].reshape(-1, args[0].shape[-1])

@@ -18,12 +18,14 @@ from ...kernels.device import triton_is_installed
 from ..interception.switches import replaced_calls
 from .experts import EXPERTS, ROUTERS
 from .gated import GATED
+from .latents import LATENTS
 from .norms import GATED_NORMS, NORMS
 from .rotary import ROTARY
+from .shared_experts import SHARED_EXPERTS
 from .states import DELTA_NETS, STATES
 from .trial import FusedKind, fused_here, is_plain, tried
 
-_KINDS = (NORMS, GATED_NORMS, GATED, ROTARY, EXPERTS, ROUTERS, DELTA_NETS, STATES)
+_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()

@@ -211,6 +211,9 @@ def free_workspaces() -> None:
 _BRANCHES = 2
 _TOGETHER = (
     ("q_proj", "k_proj", "v_proj"),
+    # Of layers with latents.
+    ("q_proj", "kv_a_proj_with_mqa"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
     # Of gated delta nets, as many as one launch takes.
     ("in_proj_qkv", "in_proj_z", "in_proj_b"),

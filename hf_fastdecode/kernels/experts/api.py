@@ -22,15 +22,23 @@ from ..ahead import launch_named
 from ..device import counters, overlap_options, power_of_two, shared_memory
 from ..failures import Kernel
 from ..pointwise.api import Activation
-from .config import Config, Configs, Gate, Routing, Weights, choose_configs, most_items
+from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_configs, most_items
 
 _POSITIONS = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
-_PART = 256  # elements of a row for a program of `route`
+_PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, of weights in half precision and in fp32
+_ROUTED = 32  # rows of a program of `route`
 
 
 def experts(
-    x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate, configs: Configs | None = None
+    x: Tensor,
+    weights: Weights,
+    chosen: Tensor,
+    shares: Tensor,
+    gate: Gate,
+    configs: Configs | None = None,
+    *,
+    shared: Shared | None = None,
 ) -> Tensor:
     """The sum over a row's experts of ``share * down(gate(gate_up(x)))``.
 
@@ -41,10 +49,12 @@ def experts(
         shares: ``[rows, experts_per_row]``, of any floating-point dtype.
         gate: The function between both products.
         configs: Launch parameters; those of `choose_configs` when None.
+        shared: Experts of all rows, whose share is 1; see `config.shared_refusal`.
 
     Returns:
         ``[rows, hidden]`` in the dtype of `x`.
     """
+    more = 0 if shared is None else shared.count(weights.inner)
     device, pairs, per_row = x.device, chosen.numel(), chosen.shape[1]
     if configs is None:
         configs = choose_configs(pairs, weights, shared_memory(device))
@@ -52,8 +62,9 @@ def experts(
     count = most_items(pairs, weights.experts, configs.block_pairs)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     items = torch.empty(count, 3, dtype=torch.int32, device=device)
-    hidden = torch.empty(pairs, weights.inner, dtype=x.dtype, device=device)
-    results = torch.empty(pairs, weights.hidden, dtype=torch.float32, device=device)
+    all_pairs = pairs + more * len(x)
+    hidden = torch.empty(all_pairs, weights.inner, dtype=x.dtype, device=device)
+    results = torch.empty(all_pairs, weights.hidden, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     _launch(
         "list_pairs",
@@ -68,8 +79,8 @@ def experts(
         **overlap_options(device),
     )
     lists = (order, items)
-    _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate)
-    _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None)
+    _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate, shared)
+    _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None, shared)
     _launch(
         "add_up",
         (len(x), -(-weights.hidden // _COLUMNS)),
@@ -77,6 +88,7 @@ def experts(
         EXPERTS=weights.experts,
         COLUMNS=weights.hidden,
         PAIRS_PER_ROW=per_row,
+        SHARED=more,
         BLOCK_P=power_of_two(per_row),
         BLOCK_C=_COLUMNS,
         **overlap_options(device),
@@ -98,19 +110,26 @@ def _multiply(
     weights: Weights,
     configs: Configs,
     gate: Gate | None,
+    shared: Shared | None,
 ) -> None:
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
     activation, *limits = gate or Gate(Activation.SILU)
+    pairs, listed = (len(one) for one in lists)
+    count = 0 if shared is None else shared.count(weights.inner)
+    rows = (len(out) - pairs) // max(1, count)
+    distance = shared.distance if shared is not None and gate is not None else 0
     _launch(
         "products",
-        (-(-columns // config.columns), len(lists[1])),
+        (-(-columns // config.columns), listed + count * -(-rows // configs.block_pairs)),
         *(x, weight, bias, out),
         *lists,
+        *(weight if shared is None else shared.down if gate is None else shared.gate, distance, rows, pairs, listed),
         *map(float, limits),
         WIDTH=width,
         COLUMNS=columns,
         PAIRS_PER_ROW=per_row,
+        SHARED=count,
         TRANSPOSED=weights.transposed,
         GATED=gate is not None,
         INTERLEAVED=weights.interleaved and gate is not None,
@@ -137,31 +156,40 @@ def route(
         arrived: `counters`, which no launch uses at the same time; new ones when None.
 
     Returns:
-        Scores ``[rows, experts]`` in the dtype of `x`, shares ``[rows, count]`` in this or fp32, experts
+        Scores ``[rows, experts]`` in the dtype of `x` or fp32, shares ``[rows, count]`` likewise, experts
         ``[rows, count]`` int64.
     """
     (rows, width), count, device = x.shape, len(weight), x.device
-    parts, block_rows, block_experts = -(-width // _PART), max(16, power_of_two(rows)), max(16, power_of_two(count))
-    scores = torch.empty(rows, count, dtype=x.dtype, device=device)
+    part = _PART if weight.dtype == x.dtype else _WIDE_PART
+    parts, block_experts = -(-width // part), max(16, power_of_two(count))
+    block_rows = min(_ROUTED, max(16, power_of_two(rows)))
+    blocks = -(-rows // block_rows)
+    scores = torch.empty(rows, count, dtype=torch.float32 if routing.wide else x.dtype, device=device)
     shares = torch.empty(rows, routing.experts, dtype=torch.float32 if routing.whole else x.dtype, device=device)
     chosen = torch.empty(rows, routing.experts, dtype=torch.int64, device=device)
-    partials = torch.empty(parts, block_rows, block_experts, dtype=torch.float32, device=device)
+    partials = torch.empty(blocks, parts, block_rows, block_experts, dtype=torch.float32, device=device)
     launched = _launch(
         "route",
-        (parts,),
+        (parts, blocks),
         *(x.contiguous(), weight, bias, scores, shares, chosen, partials),
         counters(device) if arrived is None else arrived,
         rows,
+        float(routing.scale),
         WIDTH=width,
         EXPERTS=count,
         COUNT=routing.experts,
         BIAS=bias is not None,
         FIRST=routing.first,
+        CORRECTED=routing.corrected,
+        NORMED=routing.normed,
+        GROUPS=routing.groups,
+        KEPT=routing.kept,
         BLOCK_M=block_rows,
         BLOCK_E=block_experts,
-        BLOCK_K=_PART,
+        BLOCK_K=part,
         BLOCK_T=power_of_two(routing.experts),
         PARTS=parts,
+        num_warps=8 if part == _WIDE_PART else 4,  # four would spill registers
         **overlap_options(device),
     )
     if not launched:

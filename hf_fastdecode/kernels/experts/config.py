@@ -46,6 +46,23 @@ class Weights(NamedTuple):
         return self.down.shape[1 if self.transposed else 2]
 
 
+class Shared(NamedTuple):
+    """Weights of experts of all rows, as a module of their joint width holds them; without biases."""
+
+    gate: Tensor  # ``[count * inner, hidden]``
+    up: Tensor  # likewise
+    down: Tensor  # ``[hidden, count * inner]``
+
+    def count(self, inner: int) -> int:
+        """As how many experts of this width they are computed."""
+        return len(self.gate) // inner
+
+    @property
+    def distance(self) -> int:
+        """Elements from the weights of gates to those of what they open."""
+        return (self.up.data_ptr() - self.gate.data_ptr()) // self.up.element_size()
+
+
 class Routing(NamedTuple):
     """How a router chooses experts and their shares."""
 
@@ -53,15 +70,26 @@ class Routing(NamedTuple):
     # Whether the softmax is of all scores; else it is of the largest, as where shares are divided by their sum
     first: bool
     whole: bool  # whether shares stay in fp32; else they are rounded to the dtype of the input
+    wide: bool = False  # whether scores are computed and stay in fp32, of weights in fp32 or the dtype of the input
+    scale: float = 1.0  # factor of the shares
+    # Where `first`, equal groups of experts, and how many a row chooses from: those with the largest experts
+    groups: int = 1
+    kept: int = 1
+    # Whether scores become their sigmoids, biases are added for the choice alone, and groups are chosen by the sum of
+    # their two largest (DeepSeek-V3, section 2.1.2); `first` then
+    corrected: bool = False
+    normed: bool = False  # whether shares are divided by their sum; with `corrected`
 
 
 MOST_PAIRS: Final = 1024  # of a row and an expert
 MOST_OF_AN_EXPERT: Final = 32  # pairs of an expert, on average; of more, products take longer than reading weights
 MOST_EXPERTS: Final = 512
 MOST_LARGEST: Final = 16  # elements that `largest` finds in a row
-MOST_ROUTED: Final = 32  # rows of a router
+MOST_ROUTED: Final = 128  # rows of a router
 MOST_ROUTES: Final = 128  # experts of a router
 MOST_WIDTH: Final = 8192  # elements of a row of a router
+MOST_SHARED: Final = 4  # experts of all rows
+DISTANCES: Final = 16  # divisor of the distance of their weights: more than the elements of a load
 WIDTHS: Final = 32  # divisor of the widths of products
 GROUPED_WIDTHS: Final = 8  # divisor of the widths of grouped products, which need aligned strides
 
@@ -126,6 +154,20 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
     return reason or _refusal_of_tensors(x, weights, chosen, shares) or _refusal_here(x)
 
 
+def shared_refusal(x: Tensor, weights: Weights, shared: Shared) -> str | None:
+    """Why `experts` does not serve shared experts beside these weights, which it serves; None when it does."""
+    if reason := refusal_of_operands(x, *shared) or refusal_of_weights(shared):
+        return reason
+    width, inner = len(shared.gate), weights.inner
+    if not 0 < width <= MOST_SHARED * inner or width % inner:
+        return f"it takes up to {MOST_SHARED} shared experts, as wide as the others, got {width} and {inner}"
+    if [tuple(part.shape) for part in shared] != [(width, weights.hidden)] * 2 + [(weights.hidden, width)]:
+        return "shared experts have weights of other shapes"
+    if weights.transposed or weights.interleaved or weights.gate_up_bias is not None or shared.distance % DISTANCES:
+        return "it takes shared experts beside weights whose gates come first, without biases"
+    return None
+
+
 def grouped_refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str | None:
     """Why `grouped_experts` does not serve these tensors; None when it does. Arguments as for `refusal`."""
     if reason := _refusal_of_tensors(x, weights, chosen, shares) or _refusal_of_pairs(x, chosen, shares):
@@ -180,16 +222,28 @@ def _refusal_here(x: Tensor) -> str | None:
 
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
     """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
-    parts = (weight,) if bias is None else (weight, bias)
-    if reason := refusal_of_operands(x, *parts):
+    parts = [weight] if bias is None else [weight, bias]
+    others = [weight] if routing.wide and weight.dtype == torch.float32 else []
+    others += parts[1:] if routing.corrected else []
+    operands = [part for part in parts if not any(part is other for other in others)]
+    if reason := refusal_of_operands(x, *operands, of_other_dtypes=[part.detach() for part in others]):
         return reason
     if x.dim() != 2 or not 1 <= len(x) <= MOST_ROUTED or x.shape[1] > MOST_WIDTH:
         return f"it takes up to {MOST_ROUTED} rows [rows, hidden] of up to {MOST_WIDTH} elements, got {tuple(x.shape)}"
     count = len(weight)
-    if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or (bias is not None and bias.shape != (count,)):
+    if count > MOST_ROUTES or weight.shape[1:] != x.shape[1:] or any(part.shape != (count,) for part in parts[1:]):
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
-    if not 1 <= routing.experts <= min(count, MOST_LARGEST):
-        return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
     if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
         return "it takes contiguous weights that begin at multiples of 16 bytes"
-    return _refusal_here(x)
+    return _refusal_of_choice(count, bias, routing) or _refusal_here(x)
+
+
+def _refusal_of_choice(count: int, bias: Tensor | None, routing: Routing) -> str | None:
+    """Why `route` does not choose so among this many experts; None when it does."""
+    if routing.corrected and (bias is None or bias.dtype != torch.float32 or not routing.wide):
+        return "it corrects scores in fp32 by biases in fp32"
+    if not 1 <= routing.experts <= min(count, MOST_LARGEST):
+        return f"it chooses up to {MOST_LARGEST} experts, got {routing.experts} of {count}"
+    if count % routing.groups or routing.experts > count // routing.groups * routing.kept:
+        return f"it chooses from {routing.kept} of {routing.groups} equal groups, got {routing.experts} of {count}"
+    return None

@@ -3,6 +3,7 @@
 
 An item is up to BLOCK_M pairs of one expert. Grids depend on the number of pairs alone, so that they can be captured:
 programs of items that are left over end at once. Each pair's elements are computed and added up in a fixed order.
+Experts of all rows, whose products have the shape of the others', are further items that need no list.
 
 A router's kernel computes the scores of experts for a few rows, the largest of each row, and their shares, in one
 launch. Each program multiplies a part of the width; the last to arrive adds all parts up, in their order, and chooses.
@@ -77,7 +78,7 @@ def opened(gates, ups, alpha, limit, offset, ACTIVATION: tl.constexpr):
     return gates * ups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "pairs", "listed"])
 def products(
     x,  # [pairs // PAIRS_PER_ROW, WIDTH], contiguous
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
@@ -85,12 +86,18 @@ def products(
     out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
     order,  # as `list_pairs` writes it
     items,  # likewise
+    shared,  # of experts of all rows: [SHARED * COLUMNS // 2, WIDTH] if GATED, else [COLUMNS, SHARED * WIDTH]
+    distance,  # elements from there to the weights of what gates open; read if GATED
+    rows,  # pairs of each shared expert, which follow all others, expert by expert
+    pairs,  # of other experts
+    listed,  # items of other experts, which those of shared ones follow
     alpha,  # as in `config.Gate`; not read without GATED
     limit,
     offset,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    SHARED: tl.constexpr,  # experts of all rows
     TRANSPOSED: tl.constexpr,
     GATED: tl.constexpr,  # columns are gates and what these open, all gates first or INTERLEAVED
     INTERLEAVED: tl.constexpr,
@@ -106,12 +113,27 @@ def products(
     INNER: tl.constexpr = COLUMNS // 2
     block, item = tl.program_id(0), tl.program_id(1)
     follow_previous(PDL)
-    expert = tl.load(items + 3 * item).to(tl.int64)
-    begin, end = tl.load(items + 3 * item + 1), tl.load(items + 3 * item + 2)
+    at_item = items + 3 * (tl.minimum(item, listed - 1) if SHARED else item)
+    expert = tl.load(at_item).to(tl.int64)
+    begin, end = tl.load(at_item + 1), tl.load(at_item + 2)
+    weight += expert * WIDTH * COLUMNS
+    if SHARED:
+        blocks = tl.cdiv(rows, BLOCK_M)
+        which, first_row = (item - listed) // blocks, (item - listed) % blocks * BLOCK_M
+        of_all, first = item >= listed, pairs + which * rows
+        begin = tl.where(of_all, first + first_row, begin)
+        end = tl.where(of_all, first + tl.minimum(first_row + BLOCK_M, rows), end)
+        shared += which.to(tl.int64) * (INNER * WIDTH if GATED else WIDTH)
+        weight = tl.multiple_of(tl.where(of_all, shared, weight), 16)
     if begin < end:
         slot = begin + tl.arange(0, BLOCK_M)
         there = slot < end
-        pair = tl.load(order + slot, mask=there, other=0)
+        if SHARED:
+            pair = tl.where(of_all, slot, tl.load(order + slot, mask=there & (item < listed), other=0))
+            row = tl.where(of_all, slot - first, pair // PAIRS_PER_ROW) if GATED else pair
+        else:
+            pair = tl.load(order + slot, mask=there, other=0)
+            row = pair // PAIRS_PER_ROW
         number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         if GATED and not INTERLEAVED:
             inner = block * HALF + number % HALF
@@ -122,10 +144,15 @@ def products(
         if TRANSPOSED:
             column = tl.max_contiguous(tl.multiple_of(column, 16), 16)
             at = column[:, None] + within[None, :] * COLUMNS
+        elif SHARED and GATED:
+            up = tl.multiple_of(tl.where(of_all, distance.to(tl.int64), INNER * WIDTH), 16)
+            at = (inner * WIDTH + number // HALF * up)[:, None] + within[None, :]
+        elif SHARED:
+            stride = tl.multiple_of(tl.where(of_all, SHARED * WIDTH, WIDTH), 16)
+            at = column[:, None] * stride + within[None, :]
         else:
             at = column[:, None] * WIDTH + within[None, :]
-        weight += expert * WIDTH * COLUMNS
-        here = (pair // PAIRS_PER_ROW)[None, :] * WIDTH + within[:, None]
+        here = row[None, :] * WIDTH + within[:, None]
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for start in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
             numbers = tl.load(x + here + start, mask=there[None, :], other=0.0)
@@ -150,13 +177,14 @@ def products(
 
 @triton.jit
 def add_up(
-    products,  # [pairs, COLUMNS] fp32
+    products,  # [pairs, COLUMNS] fp32, and those of SHARED experts of all rows, expert by expert
     chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK_P: tl.constexpr,  # at least PAIRS_PER_ROW
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -171,6 +199,10 @@ def add_up(
     at = pair[:, None] * COLUMNS + column[None, :]
     numbers = tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
     result = tl.sum(numbers * share[:, None], 0)
+    rows = tl.num_programs(0)
+    for number in tl.static_range(SHARED):
+        at = (rows * (PAIRS_PER_ROW + number) + row) * COLUMNS + column
+        result += tl.load(products + at, mask=kept, other=0.0)
     tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
 
 
@@ -273,33 +305,65 @@ def largest(
         key = tl.where(key == most, LEAST, key)
 
 
+@triton.jit
+def in_kept_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr):
+    """Scores ``[rows, experts]`` of the groups whose largest, or whose TWO largest, are most; of equal ones the first.
+
+    Others are 0, or with TWO -inf.
+    """
+    group = (expert // (EXPERTS // GROUPS))[None, :]
+    left = tl.where((expert < EXPERTS)[None, :], score, float("-inf"))
+    if TWO:
+        own = left
+        for number in tl.static_range(GROUPS):
+            inside = tl.where(group == number, own, float("-inf"))
+            most = tl.max(inside, 1)[:, None]
+            first = tl.min(tl.where(inside == most, expert[None, :], EXPERTS), 1)[:, None]
+            second = tl.max(tl.where(expert[None, :] == first, float("-inf"), inside), 1)[:, None]
+            left = tl.where(group == number, most + second, left)
+    kept = expert[None, :] < 0
+    for _ in tl.static_range(KEPT):
+        most = tl.max(left, 1)[:, None]
+        first = tl.min(tl.where(left == most, group, GROUPS), 1)[:, None]
+        kept = kept | (group == first)
+        left = tl.where(group == first, float("-inf"), left)
+    return tl.where(kept, score, float("-inf") if TWO else 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def route(
     x,  # [rows, WIDTH], contiguous
-    weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x
-    bias,  # [EXPERTS]; not read without BIAS
-    scores,  # [rows, EXPERTS], in the dtype of x
+    weight,  # [EXPERTS, WIDTH], contiguous, in the dtype of x or in fp32
+    bias,  # [EXPERTS], in fp32 if CORRECTED; not read without BIAS
+    scores,  # [rows, EXPERTS], in the dtype of x or in fp32
     shares,  # [rows, COUNT]
     chosen,  # [rows, COUNT] int64
-    partials,  # [parts, BLOCK_M, BLOCK_E] fp32
-    arrived,  # [1] int32: parts that have arrived, 0 before and after
+    partials,  # [blocks, parts, BLOCK_M, BLOCK_E] fp32
+    arrived,  # [blocks] int32: parts that have arrived, 0 before and after
     rows,
+    scale,  # factor of the shares
     WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr,
     COUNT: tl.constexpr,
     BIAS: tl.constexpr,
     FIRST: tl.constexpr,  # the softmax is of all scores; else of the largest
-    BLOCK_M: tl.constexpr,  # at least rows
+    CORRECTED: tl.constexpr,  # scores are sigmoids, to which biases are added for the choice alone
+    NORMED: tl.constexpr,  # shares are divided by their sum
+    GROUPS: tl.constexpr,  # as of `config.Routing`
+    KEPT: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # rows of a block
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_K: tl.constexpr,  # elements of a part
     BLOCK_T: tl.constexpr,  # at least COUNT
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    part = tl.program_id(0)
-    row, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    within = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    part, block = tl.program_id(0), tl.program_id(1)
+    of_block, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    row, within = block * BLOCK_M + of_block, part * BLOCK_K + tl.arange(0, BLOCK_K)
     there, kept = row < rows, expert < EXPERTS
+    partials += block * PARTS * BLOCK_M * BLOCK_E
+    arrived += block
     weights = tl.load(
         weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
     )
@@ -307,8 +371,13 @@ def route(
     numbers = tl.load(
         x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
     )
-    total = tl.trans(tl.dot(weights, numbers))  # [BLOCK_M, BLOCK_E]
-    mine = row[:, None] * BLOCK_E + expert[None, :]
+    if weight.dtype.element_ty != x.dtype.element_ty:
+        # Exact but for the weights' last bits, as x has no more bits than tf32.
+        total = tl.dot(weights, numbers.to(tl.float32), input_precision="tf32x3")
+    else:
+        total = tl.dot(weights, numbers)
+    total = tl.trans(total)  # [BLOCK_M, BLOCK_E]
+    mine = of_block[:, None] * BLOCK_E + expert[None, :]
     tl.store(partials + part * BLOCK_M * BLOCK_E + mine, total)
     tl.debug_barrier()  # all threads have written, before one of them says so
     if tl.atomic_add(arrived, 1, sem="acq_rel") == PARTS - 1:
@@ -316,30 +385,44 @@ def route(
         total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
         for other in tl.static_range(PARTS):
             total += tl.load(partials + other * BLOCK_M * BLOCK_E + mine, cache_modifier=".cg")
-        if BIAS:
+        if BIAS and not CORRECTED:
             total += tl.load(bias + expert, mask=kept, other=0.0).to(tl.float32)[None, :]
         rounded = total.to(scores.dtype.element_ty)
         tl.store(scores + row[:, None] * EXPERTS + expert[None, :], rounded, mask=there[:, None] & kept[None, :])
         score = rounded.to(tl.float32)
-        if FIRST:
+        if CORRECTED:
+            score = 1.0 / (1.0 + tl.exp(-score))
+        elif FIRST:
             score = tl.where(kept[None, :], score, float("-inf"))
             score = tl.exp(score - tl.max(score, 1)[:, None])
             score = score / tl.sum(score, 1)[:, None]
+        chooses = score
+        if CORRECTED:
+            chooses = score + tl.load(bias + expert, mask=kept, other=0.0)[None, :]
+        if GROUPS > 1:
+            chooses = in_kept_groups(chooses, expert, EXPERTS, GROUPS, KEPT, CORRECTED)
         # As in `largest`.
-        key = ordered(score.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
+        key = ordered(chooses.to(tl.int32, bitcast=True)).to(tl.int64) * (1 << 32) + (BLOCK_E - 1 - expert)[None, :]
         key = tl.where(kept[None, :], key, LEAST)
         slot = tl.arange(0, BLOCK_T)
         values = tl.full((BLOCK_M, BLOCK_T), float("-inf"), tl.float32)
         columns = tl.zeros((BLOCK_M, BLOCK_T), tl.int64)
         for number in tl.static_range(COUNT):
             most = tl.max(key, 1)
-            value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+            column = BLOCK_E - 1 - (most & 0xFFFFFFFF)
+            if CORRECTED:
+                value = tl.sum(tl.where(expert[None, :] == column[:, None], score, 0.0), 1)
+            else:
+                value = ordered((most >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
             values = tl.where((slot == number)[None, :], value[:, None], values)
-            columns = tl.where((slot == number)[None, :], (BLOCK_E - 1 - (most & 0xFFFFFFFF))[:, None], columns)
+            columns = tl.where((slot == number)[None, :], column[:, None], columns)
             key = tl.where(key == most[:, None], LEAST, key)
         if not FIRST:
             values = tl.exp(values - tl.max(values, 1)[:, None])
             values = values / tl.sum(values, 1)[:, None]
+        if NORMED:
+            values = values / (tl.sum(tl.where((slot < COUNT)[None, :], values, 0.0), 1)[:, None] + 1e-20)
+        values = values * scale
         to = row[:, None] * COUNT + slot[None, :]
         written = there[:, None] & (slot < COUNT)[None, :]
         tl.store(shares + to, values.to(shares.dtype.element_ty), mask=written)

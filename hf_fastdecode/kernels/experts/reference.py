@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..pointwise.api import Activation
-from ..pointwise.reference import gelu
-from .config import Gate, Routing, Weights
+from ..pointwise.reference import gelu, wide
+from .config import Gate, Routing, Shared, Weights
 
 
 def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:
@@ -20,6 +22,12 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
         result = _product(hidden, weights.down, weights.down_bias, expert, weights)
         out.index_add_(0, row, (result * shares[row, slot, None]).to(x.dtype))
     return out
+
+
+def shared_experts(x: Tensor, shared: Shared, gate: Gate) -> Tensor:
+    """What `api.experts` adds for experts of all rows."""
+    weights = Weights(torch.cat(shared[:2])[None], shared.down[None])
+    return F.linear(opened(F.linear(x, weights.gate_up[0]), weights, gate), shared.down)
 
 
 def opened(gate_up: Tensor, weights: Weights, gate: Gate) -> Tensor:
@@ -38,9 +46,22 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, weight
 
 def route(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """See `api.route`."""
-    scores = F.linear(x, weight, bias)
-    values = F.softmax(scores, dim=-1, dtype=torch.float32) if routing.first else scores
-    values, chosen = values.topk(routing.experts, dim=-1)
+    operands = (x, weight) if bias is None or routing.corrected else (x, weight, bias)
+    scores = F.linear(*map(wide, operands)) if routing.wide else F.linear(*operands)
+    values = F.softmax(wide(scores), dim=-1) if routing.first else scores
+    if routing.corrected:
+        values = scores.sigmoid()
+    chooses = values if bias is None or not routing.corrected else values + bias
+    if routing.groups > 1:
+        groups = chooses.unflatten(-1, (routing.groups, -1))
+        of_groups = groups.topk(2, dim=-1)[0].sum(-1) if routing.corrected else groups.amax(-1)
+        left = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, of_groups.topk(routing.kept)[1], False)
+        chooses = groups.masked_fill(left[..., None], -inf if routing.corrected else 0.0).flatten(-2)
+    chosen = chooses.topk(routing.experts, dim=-1)[1]
+    values = values.gather(-1, chosen)
     if not routing.first:
-        values = F.softmax(values.float(), dim=-1)
+        values = F.softmax(wide(values), dim=-1)
+    if routing.normed:
+        values = values / (values.sum(-1, keepdim=True) + 1e-20)
+    values = values * routing.scale
     return scores, values if routing.whole else values.to(x.dtype), chosen

@@ -21,7 +21,13 @@ from ...cache.layers.latent import multiplying
 
 
 class _OfLatents(SharedKV):
-    """Keys and values of a layer, which are made of latents or read as such."""
+    """Keys and values of a layer, which are made of latents or read as such.
+
+    Attributes:
+        absorbed: Queries that have taken in the product, where who attends has made them; else None.
+    """
+
+    absorbed: Tensor | None = None
 
     def __init__(self, kv: SharedKV, module: Any):
         self._kv, self._module = kv, module
@@ -37,26 +43,35 @@ class _OfLatents(SharedKV):
         weight, bias = _weight_and_bias(module, query)
         to_keys, to_values = weight.unflatten(0, (-1, sum(widths))).split(widths, 1)  # [heads, width, latent]
         plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
-        absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
-        absorbed = torch.cat([absorbed.unflatten(1, (rows, queries)).transpose(0, 1), rotated], -1)
+        if (absorbed := self.absorbed) is None:
+            absorbed = torch.bmm(plain.transpose(0, 1).flatten(1, 2), to_keys)  # [heads, rows * queries, latent]
+            absorbed = torch.cat([absorbed.unflatten(1, (rows, queries)).transpose(0, 1), rotated], -1)
         nodes, stored = self._kv.expanded, None
         if nodes is None:
             mean = self._kv.attend(absorbed, scoring)  # [rows, queries, heads, latent]
         else:
             stored = self._kv.attend_as_stored(absorbed, scoring)
             mean = stored.out.transpose(1, 2)
-        out = torch.bmm(mean.flatten(0, 1).transpose(0, 1), to_values.mT)
-        out = out.transpose(0, 1)
-        moved: Tensor | float = 0.0
+        out = _by_heads(mean.flatten(0, 1), to_values.mT)
+        lse = None if stored is None else stored.lse
         if bias is not None:  # of keys, it moves all scores of a query alike, which changes none of its weights
             of_keys, of_values = bias.unflatten(0, (-1, sum(widths))).split(widths, 1)
             out = out + of_values
-            if stored is not None:  # but those of expanded nodes have it
-                moved = scoring.scale * (plain.float() @ of_keys.float()[..., None])[..., 0]
+            if lse is not None:  # but those of expanded nodes have it
+                lse = lse + scoring.scale * (plain.float() @ of_keys.float()[..., None])[..., 0]
         out = out.unflatten(0, (rows, queries))
-        if nodes is None or stored is None:
+        if nodes is None or lse is None:
             return out
-        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), stored.lse + moved)).transpose(1, 2)
+        return nodes.attend(query, scoring, Partial(out.transpose(1, 2), lse)).transpose(1, 2)
+
+
+def _by_heads(x: Tensor, weights: Tensor) -> Tensor:
+    """Products of each head, ``[tokens, heads, width]`` by ``[heads, width, columns]``, contiguous without a copy."""
+    if torch.is_grad_enabled():  # which operators with memory for their result refuse
+        return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
+    out = x.new_empty(*x.shape[:2], weights.shape[-1])
+    torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    return out
 
 
 def _weight_and_bias(module: Any, like: Tensor) -> tuple[Tensor, Tensor | None]:

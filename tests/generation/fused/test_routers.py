@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -33,6 +35,17 @@ def config(**more: Any) -> Any:
     return SimpleNamespace(**fields, **more)
 
 
+def latents(method: str) -> nn.Module:
+    """DeepSeek-V2's router, whose weights are in fp32."""
+    return DeepseekV2TopkRouter(config(routed_scaling_factor=1.5, topk_method=method, n_group=3, topk_group=1))
+
+
+def corrected(groups: int, *, norm: bool) -> nn.Module:
+    """DeepSeek-V3's router, of sigmoids."""
+    fields = {"routed_scaling_factor": 1.5, "n_group": groups, "topk_group": 1, "norm_topk_prob": norm}
+    return DeepseekV3TopkRouter(config(**fields))
+
+
 class Sigmoid(MixtralTopKRouter):
     """Shares are no softmax."""
 
@@ -49,9 +62,23 @@ class Sigmoid(MixtralTopKRouter):
         (MixtralTopKRouter(config()), Routing(2, first=False, whole=True)),
         (Qwen3MoeTopKRouter(config(norm_topk_prob=True)), Routing(2, first=False, whole=False)),
         (Qwen3MoeTopKRouter(config(norm_topk_prob=False)), Routing(2, first=True, whole=False)),
+        (latents("greedy"), Routing(2, first=True, whole=True, wide=True, scale=1.5)),
+        (latents("group_limited_greedy"), Routing(2, True, True, wide=True, scale=1.5, groups=3)),
+        (corrected(1, norm=False), Routing(2, True, True, wide=True, scale=1.5, corrected=True)),
+        (corrected(2, norm=True), Routing(2, True, True, True, 1.5, groups=2, corrected=True, normed=True)),
         (Sigmoid(config()), None),
     ],
-    ids=["gpt-oss", "mixtral", "qwen3, normed", "qwen3", "sigmoid"],
+    ids=[
+        "gpt-oss",
+        "mixtral",
+        "qwen3, normed",
+        "qwen3",
+        "deepseek-v2",
+        "deepseek-v2, in groups",
+        "deepseek-v3",
+        "deepseek-v3, in groups",
+        "sigmoid",
+    ],
 )
 def test_which_are_found(router: nn.Module, routing: Routing | None) -> None:
     assert ROUTERS.may_be(type(router))
@@ -66,9 +93,13 @@ def test_others_are_left_alone() -> None:
     assert ROUTERS.key(router) is None
 
 
-def test_when_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v2", "deepseek-v3"])
+def test_when_the_kernel_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = counting(monkeypatch, experts, "route")
-    router = GptOssTopKRouter(config()).to(DEVICE, torch.float16)
+    if name == "gpt-oss":
+        router = GptOssTopKRouter(config()).to(DEVICE, torch.float16)
+    else:
+        router = (latents("group_limited_greedy") if name == "deepseek-v2" else corrected(2, norm=True)).to(DEVICE)
     nn.init.normal_(router.weight, std=0.2)
     x = torch.randn(2 * MOST_ROUTED, HIDDEN, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
     few = x[:MOST_ROUTED]
@@ -84,6 +115,7 @@ def test_when_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert launches.count == 1
         router(few)
     assert launches.count == 1
+    found, expected = (experts._in_order(*one) for one in (found, expected))
     torch.testing.assert_close(found[0], expected[0], rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=2e-3)
     assert (found[2] == expected[2]).float().mean() > 0.9

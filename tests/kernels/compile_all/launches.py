@@ -13,7 +13,14 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from .attention import attend_everything, attend_to_latents, prefill_everything
-from .other_parts import compute_between_products, draw_everything, multiply_few_rows, run_experts, step_states
+from .other_parts import (
+    absorb_queries,
+    compute_between_products,
+    draw_everything,
+    multiply_few_rows,
+    run_experts,
+    step_states,
+)
 from .slim_layers import append_to_slim_caches, attend_to_slim_caches, multiply_by_stored_matrices
 
 
@@ -69,6 +76,7 @@ def launches() -> list[Launch]:
         append_to_slim_caches()
         multiply_by_stored_matrices()
         compute_between_products()
+        absorb_queries()
         multiply_few_rows()
         run_experts()
         step_states()

@@ -10,7 +10,8 @@ import torch
 
 from hf_fastdecode.kernels.experts import api as grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
-from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Weights
+from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Shared, Weights
+from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
 from hf_fastdecode.kernels.pointwise.api import (
     Activation,
     GatedNormForm,
@@ -67,6 +68,18 @@ def compute_between_products() -> None:
         rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
 
 
+def absorb_queries() -> None:
+    """Heads of DeepSeek, GLM-4.7-Flash and MiniCPM3, of all numbers of rows."""
+    sizes = ((16, 128, 64, 128, 512), (20, 192, 64, 256, 512), (40, 64, 32, 64, 256))
+    for dtype, (heads, key, rotary, value, latent) in product((torch.bfloat16, torch.float16), sizes):
+        weight, factor = made(heads * (key + value), latent, dtype=dtype), made(latent, dtype=dtype)
+        for rows, (pairs, stays) in product((1, 32, 128), ((True, True), (True, False), (False, False))):
+            query, compressed = made(rows, heads, key + rotary, dtype=dtype), made(rows, latent + rotary, dtype=dtype)
+            cos = made(rows, rotary // 2, 2)[..., 0] if stays else made(1, rotary, dtype=dtype)
+            rotation = Rotation(RotaryForm.WHOLE if stays else RotaryForm.ROUNDED, pairs, stays)
+            absorb(query, compressed, factor, weight, 1e-6, Angles(cos, cos), rotation)
+
+
 def multiply_few_rows() -> None:
     """Weights with and without biases, and gates, of all numbers of rows and of a width that 128 does not divide."""
     hopper = torch.cuda.get_device_capability(CUDA)[0] == 9
@@ -103,6 +116,10 @@ def run_experts() -> None:
             layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
             for layout, activation in product(layouts, Activation):
                 experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+            if not transposed:
+                joint = made(2 * inner, hidden, dtype=dtype)
+                shared = Shared(joint, joint, made(hidden, 2 * inner, dtype=dtype))
+                experts(x, Weights(*parts), chosen, shares, Gate(Activation.SILU), shared=shared)
         largest(made(3, count, dtype=dtype), per_row)
         x, pairs = made(3, hidden, dtype=dtype), 3 * per_row
         chosen = made(3, per_row, dtype=torch.int64)
@@ -119,6 +136,11 @@ def run_experts() -> None:
         for rows, own, first, whole in ((1, None, True, True), (16, bias, False, False), (32, None, True, False)):
             x = made(rows, hidden, dtype=dtype)
             route(x, router, own, Routing(per_row, first, whole))
+        for rows, groups, own in ((1, 1, made(count, hidden)), (128, 4, made(count, hidden)), (128, 1, router)):
+            x = made(rows, hidden, dtype=dtype)
+            routing = Routing(per_row, True, True, wide=True, groups=groups, kept=-(-3 * groups // 4))
+            route(x, own, None, routing)
+            route(x, own, made(count), routing._replace(corrected=True, normed=groups > 1))
 
 
 def step_states() -> None:
