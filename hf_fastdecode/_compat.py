@@ -321,6 +321,12 @@ def torch_function(function: Any) -> Any:
     return inspect.unwrap(function) if names.get("__name__") == _REPLACES_FUNCTIONS else function
 
 
+def is_of_package(function: Any) -> bool:
+    """Whether a package's function runs in the place of transformers' in PyTorch."""
+    own = torch_function(function)
+    return own is not function and inspect.getclosurevars(function).nonlocals.get("implementation") is not own
+
+
 _REPLACES_FUNCTIONS: Final = "transformers.integrations.hub_kernels"
 """Its ``use_kernel_func_from_hub_with_fallback`` takes functions of packages such as flash-linear-attention."""
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .._compat import COMPILED_CALL, uncompiled_call
@@ -30,7 +29,7 @@ from ..parallel.sequence import SequenceParallel
 from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
 from .forward_pass import input_device
-from .fused.modules import FusedModules
+from .fused.modules import FusedModules, runs_kernels
 from .interception.segments import by_segments
 from .interception.switches import Overrides, find_overrides, replaced_calls
 from .options import Options
@@ -122,11 +121,9 @@ class Structure:
     def fused(self) -> FusedModules | None:
         """Modules that run as kernels.
 
-        None where they would not run: on other devices, in other dtypes, and where passes gather parameters, which
-        modules alone have that are called, and none has now.
+        None where they would not run, and where passes gather parameters: only a module that is called has its own.
         """
-        half = self._model.dtype in (torch.float16, torch.bfloat16)
-        if not half or self._model.device.type != "cuda" or self.gathering is not None:
+        if self.gathering is not None or not runs_kernels(self._model):
             return None
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)

@@ -27,6 +27,7 @@ class Kernel(Enum):
     ROWS = "the kernel for products of few rows", "PyTorch's operators"
     WIDE_ROWS = "the kernel for products of 33 to 128 rows", "PyTorch's operators"
     STATES = "the kernels that update states", "transformers' implementation"
+    SCANS = "the kernels that scan many tokens into states", "transformers' implementation"
     LATENTS = "the kernel for queries over latents", "PyTorch's operators"
     POINTWISE = "the kernels for norms, rotary embedding and gated activations", "PyTorch's operators"
 

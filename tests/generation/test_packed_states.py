@@ -14,6 +14,10 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, COMPILED_CALL, uncompiled_call
 from hf_fastdecode.cache.layout import ModelLayout, keeps_state
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.fused.states import DELTA_NETS
+from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.kernels.state_scans import api
 
 from ..architectures.classes import tiny_model_of
 from ..architectures.overrides import OVERRIDES
@@ -86,6 +90,37 @@ def test_new_prompts_run_beside_those_that_continue_others(model):
                 assert torch.equal(run(model, arguments, prompts), tokens)
             assert counted[0] == 12 + 14 + 17
             assert fd.explain(model).last_call.known_tokens == (20, 25, 0)
+
+
+def test_kernels_take_all_segments_at_once(monkeypatch):
+    """Also those that continue different paths, or none. Errors against fp32 are about those of the model's code."""
+    pytest.importorskip("triton")
+    each, counts = tiny_model_of("Qwen3_5ForCausalLM"), []
+    monkeypatch.setattr(Structure, "fused", property(lambda self: nets_of(each) if each.dtype == torch.half else None))
+    for name in ("convolve", "delta_rule"):
+        own = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *args, own=own, **named: counts.append(1) or own(*args, **named))
+    rows = [one[one > 0] for one in PROMPTS["input_ids"][:3]]
+    later = padded([torch.cat([rows[0], rows[2][:9]]), torch.cat([rows[2], rows[0][:3]]), rows[2][5:15]])
+    one_step = LOGITS | {"max_new_tokens": 1}
+
+    def logits(**options):
+        with fd.enabled(each, min_saved_tokens=1, **options):
+            found = run(each, one_step, padded(rows)).logits + run(each, one_step, later).logits
+            assert fd.explain(each).last_call.path == "shared"
+        return torch.cat(found).float()
+
+    exact = logits()
+    each.half()
+    own = run(each, one_step, padded(rows)).logits + run(each, one_step, later).logits
+    found = logits(reuse_prefix=True, min_shared_tokens=8)
+    nets = sum(keeps_state(type(one)) for one in each.modules())
+    assert len(counts) == 2 * 2 * nets  # two passes
+    assert (found - exact).norm() <= 1.5 * (torch.cat(own).float() - exact).norm()
+
+
+def nets_of(model):
+    return FusedModules(model, found=[one for one in FusedModules(model).found if one.kind is DELTA_NETS])
 
 
 def padded(rows):

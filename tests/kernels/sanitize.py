@@ -48,6 +48,7 @@ from .operator_runs import check
 from .sampling.cases import ids_of, settings_for
 from .slim_decode.problems import Case as SlimCase
 from .slim_decode.problems import make_problem
+from .state_scans import test_convolve, test_delta_rule, test_mamba
 
 HALF = torch.float16
 
@@ -146,6 +147,13 @@ def step_states() -> None:
     test_state_steps.test_scan(2, 1, 3, 24, 40, torch.float32)
 
 
+def scan_tokens() -> None:
+    """Segments of a token, of none, and that end within chunks."""
+    test_convolve.test_convolve(3, 4, True, True, torch.float32)
+    test_delta_rule.check(test_delta_rule.Case((2, 0, 66, 1), 1, 2, 24, 40, resumed=True), HALF)
+    test_mamba.check(test_mamba.Case((2, 0, 66, 1), 1, 2, 24, 40, resumed=True), HALF)
+
+
 def multiply() -> None:
     """Columns and widths that end within tiles."""
     test_stored_product.test_widths_divided_among_programs(3, torch.float32)
@@ -168,6 +176,7 @@ CASES = {
     "least": least,
     "between products": between_products,
     "steps of states": step_states,
+    "states over many tokens": scan_tokens,
     "race": race,
     "outside": outside,
     "nodes and suffixes": lambda: attend(Config(16)),

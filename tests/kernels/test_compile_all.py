@@ -37,6 +37,7 @@ def test_launches_on_a_pretended_gpu() -> None:
         "sampling",
         "slim_append",
         "slim_decode",
+        "state_scans",
         "state_steps",
         "stored_product",
     ]

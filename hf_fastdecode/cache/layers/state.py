@@ -83,6 +83,33 @@ class States:
         return sum(one[:1].numel() * one.element_size() for one in self.tensors)
 
 
+@dataclass
+class Segments:
+    """The segments of a packed row, for code that runs all of them at once.
+
+    Functions in the forward of a layer of transformers find it among their further arguments, as `segments`, and take
+    them or raise ValueError.
+
+    Attributes:
+        starts: ``[segments + 1]`` int32: where they begin, and the number of tokens.
+        conv: ``[segments, channels, length]``: the inputs of convolutions before them; None for zeros.
+        length: Latest inputs that states keep; 0 until the layer's code has said it.
+        conv_after: As `conv`, at their ends; None until a function has convolved them.
+        scanned: Whether a function has scanned them.
+    """
+
+    starts: Tensor
+    conv: Tensor | None = None
+    length: int = 0
+    conv_after: Tensor | None = None
+    scanned: bool = False
+
+    def to_scan(self) -> Tensor:
+        """The starts, for a function that scans the segments from their states, and returns those at their ends."""
+        self.scanned = True
+        return self.starts
+
+
 class LayerOfOwnStates(LinearAttentionLayer):
     """Stores the states of code that keeps them elsewhere (`OwnStates`), as states of recurrences."""
 
@@ -116,6 +143,7 @@ class StateLayer(LayerOfOwnStates):
     is_croppable: ClassVar[bool] = False
     is_sliding: ClassVar[bool] = False
     appended = 0
+    _segments: Segments | None = None  # of a packed row, while functions in the layer's code take all at once
 
     def __init__(self, state: SharedState, store: Store):
         LinearAttentionLayer.__init__(self, number_of_states=store.states)
@@ -133,6 +161,9 @@ class StateLayer(LayerOfOwnStates):
 
     def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """As `LinearAttentionLayer.update_conv_state`; raises ValueError for inputs in another dtype than before."""
+        if self._segments is not None:
+            self._segments.length = kwargs.get("conv_kernel_size") or 0
+            return conv_states
         if (states := self.states) is not None and states.conv:
             require_dtype(conv_states.dtype, list(states.conv.values()), "states")
         updated: Tensor = super().update_conv_state(conv_states, *args, **kwargs)
@@ -180,6 +211,24 @@ class StateLayer(LayerOfOwnStates):
                 after.append(states)
         self._hold(States.joined(after))
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
+
+    def at_once(self, run: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        """What `run`, a module's `forward` with other functions, returns for a packed row, which these take whole.
+
+        None where one of them does not take the segments, that they are given.
+        """
+        self.begin_segments()
+        conv = self.conv_states[0] if self.is_conv_states_initialized[0] else None
+        self._segments = segments = Segments(self.state.current.starts(device), conv)
+        try:
+            output = run(*args, **kwargs, segments=segments)
+        finally:
+            self._segments = None
+        scanned = segments.scanned or not any(self.is_recurrent_states_initialized.values())
+        if segments.conv_after is None or not scanned:
+            return None
+        self.update_conv_state(segments.conv_after)
+        return output
 
     def begin_segments(self) -> bool:
         """Give each segment of a packed row the state that it continues, as `begin_rows` gives rows.

@@ -9,7 +9,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..._compat import COMPILED_CALL, global_forward_hooks
 from ...attention.overrides import overrides_of
@@ -29,6 +31,11 @@ _KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, R
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
+
+
+def runs_kernels(model: PreTrainedModel) -> bool:
+    """Whether a model's modules may run as kernels: not on other devices, or in other dtypes."""
+    return model.dtype in (torch.float16, torch.bfloat16) and model.device.type == "cuda"
 
 
 class FusedModules:

@@ -107,9 +107,11 @@ def _run_gated(module: nn.Module, form: GatedNormForm, x: Tensor, *args: Any, **
     weight, eps, gate = module._parameters.get("weight"), eps_of(module), args[0] if args else kwargs.get("gate")
     if len(args) + len(kwargs) != 1 or type(gate) is not Tensor or type(weight) is not nn.Parameter or eps is None:
         return None
-    if not runs_fused(x) or gate.device != x.device or weight.device != x.device:
+    known = x.dtype in (gate.dtype, torch.float32) and gate.device == weight.device == x.device
+    if not known or not runs_fused(gate):
         return None
-    return gated_rms_norm(x, gate, weight, eps, form, group=vars(module).get(_GROUP))
+    weights = weight.float() if x.dtype == torch.float32 else weight  # fp32 as scans of several tokens give it
+    return gated_rms_norm(x, gate, weights, eps, form, group=vars(module).get(_GROUP))
 
 
 NORMS = FusedKind("norms", may_be, key, form_of, by_kernel(_run))

@@ -1,17 +1,20 @@
-"""Layers with states: the functions by which their code updates these, for a step of one token per row.
+"""Layers with states: the functions by which their code updates these, for one token per row or several.
 
-transformers' own functions take some dozens of launches a step, of which several read whole states. Those of packages
-that take their place where they are installed (flash-linear-attention, causal-conv1d, mamba-ssm) leave many small
-launches between. A layer's `forward` here runs with others in the place of both, one launch each (`trial.calling`):
-its code, projections and norms stay as they are. Passes of several tokens run the functions that the layer has.
+transformers' own functions take some dozens of launches a step, of which several read whole states, and hundreds for
+several tokens. Those of packages that take their place where they are installed (flash-linear-attention,
+causal-conv1d, mamba-ssm) leave many small launches between, and some tune themselves for a minute before the first
+token. A layer's `forward` here runs with others in the place of both, of a few launches (`trial.calling`): its code,
+projections and norms stay as they are. Functions that are not known here run as the layer has them.
 
-Of gated delta nets as those of Qwen3.5 some ten launches remain, which make decays and betas of projections. These
-nets run as a whole in one launch each for convolution, delta rule with its gates, and norm.
+Of gated delta nets as those of Qwen3-Next and Qwen3.5 some ten launches remain, which make decays and betas of
+projections. These nets run as a whole: convolution, delta rule with its gates, and norm.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,10 +25,14 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..._compat import torch_function
+from ...cache.layers.state import StateLayer
 from ...kernels.failures import KernelFailedError
+from ...kernels.state_scans import api as scans
+from ...kernels.state_scans import reference as scans_reference
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, scan
 from ..interception.segments import by_segments
+from .mamba_scans import scan_tokens, scans_tokens
 from .trial import (
     FusedKind,
     by_copy,
@@ -73,11 +80,29 @@ def _others(forward: Callable[..., Any], names: frozenset[str]) -> dict[str, Cal
     return {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names}
 
 
-_of_copy = by_copy(_others, serves=lambda hidden: hidden.shape[1:-1] == (1,))
+_of_copy = by_copy(_others, serves=lambda hidden: hidden.dim() == 3)
 
 
 def _replacement(module: nn.Module, names: frozenset[str]) -> Callable[..., Any]:
-    return by_segments(module, _of_copy(module, names))
+    call = _of_copy(module, names)
+    return by_segments(module, call, partial(_at_once, module, call) if _take_segments(module, names) else None)
+
+
+def _take_segments(module: nn.Module, names: frozenset[str]) -> bool:
+    """Whether functions with these names are all that convolve and scan, and a layer hands arguments on to them."""
+    hands_on = inspect.unwrap(type(module).forward).__code__.co_flags & inspect.CO_VARKEYWORDS
+    scans_states = "update_recurrent_state" in names_in(type(module))
+    return bool(hands_on) and "causal_conv1d_fn" in names and (not scans_states or not _SCANS.isdisjoint(names))
+
+
+def _at_once(module: nn.Module, call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a copy returns for a packed row, whose functions take the segments, see `StateLayer.at_once`."""
+    hidden = args[0] if args else kwargs["hidden_states"]
+    if not runs_fused(hidden) or not is_plain(module):
+        return None
+    with suppress(ValueError, KernelFailedError):  # of a function that takes none
+        return layer.at_once(call, hidden.device, *args, **kwargs)
+    return None
 
 
 def _convolve(
@@ -132,6 +157,79 @@ def _delta_rule(
     )
 
 
+def _starts(rows: int, tokens: int, device: torch.device) -> Tensor:
+    """Where rows of so many tokens begin when they are packed in one."""
+    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=device)
+
+
+def _convolve_tokens(
+    own: Callable[..., Any],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``causal_conv1d_fn``: ``[rows, channels, tokens]``, of which each token's channels lie together."""
+    rows, _, tokens = hidden_states.shape
+    if (segments := kwargs.get("segments")) is not None:
+        x, starts, length = hidden_states[0].mT, segments.starts, segments.length or weight.shape[-1]
+        given, silu = (x, starts, segments.conv, weight.contiguous(), bias), activation is not None
+        out, segments.conv_after = scans.convolve(*given, silu=silu, length=length)
+        return out.mT[None]
+    dtypes = {one.dtype for one in (hidden_states, weight, bias) if one is not None}
+    packed = any(kwargs.get(name) is not None for name in ("seq_idx", *_PACKED))
+    if not packed and len(dtypes) == 1 and activation in (None, "silu", "swish"):
+        try:
+            x, starts = hidden_states.mT.flatten(0, 1), _starts(rows, tokens, hidden_states.device)
+            silu, length = activation is not None, weight.shape[-1] - 1
+            out, _ = scans.convolve(x, starts, None, weight.contiguous(), bias, silu=silu, length=length)
+            return out.unflatten(0, (rows, tokens)).mT
+        except (ValueError, KernelFailedError):
+            pass
+    return own(hidden_states, weight, bias, activation=activation, **kwargs)
+
+
+def _delta_rule_of_tokens(
+    own: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``torch_chunk_gated_delta_rule``."""
+    segments = kwargs.get("segments")
+    if use_qk_l2norm_in_kernel and all(kwargs.get(name) is None for name in _PACKED):
+        rows, tokens = query.shape[:2]
+        try:
+            packed = [one.flatten(0, 1) for one in (query, key, value, g, beta)]
+            packed = [one if one.stride(-1) == 1 else one.contiguous() for one in packed]
+            starts = _starts(rows, tokens, query.device) if segments is None else segments.to_scan()
+            given: tuple[Any, ...] = (*packed, starts, initial_state)
+            out, state = scans.delta_rule(*given)
+            return out.unflatten(0, (rows, tokens)), state if output_final_state else None
+        except (ValueError, KernelFailedError):
+            pass
+    if segments is not None:
+        raise ValueError("the kernel takes no segments like these")
+    return own(
+        query,
+        key,
+        value,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        **kwargs,
+    )
+
+
 def _scan(
     own: Callable[..., Any],
     state: Tensor,
@@ -160,6 +258,12 @@ def _scan(
 
 
 _ROWS, _CHANNELS, _HEADS, _WIDTH, _SIZE = 3, 12, 4, 8, 16
+
+_SCANS = {"torch_chunk_gated_delta_rule", "mamba2_chunk_scan"}
+"""Functions that scan several tokens into states, and take segments."""
+
+_PACKED = ("cu_seqlens", "cu_seq_lens_q")
+"""Names of the argument with the rows that others have packed in one."""
 
 
 _close = partial(close, atol=1e-4)
@@ -191,6 +295,31 @@ def _follows_delta_rule(own: Callable[..., Any]) -> bool:
     return _close(found[:, 0], expected) and _close(after, then)
 
 
+def _convolves_tokens(own: Callable[..., Any]) -> bool:
+    x, weight = _numbers(_ROWS, _CHANNELS, 6, seed=6), _numbers(_CHANNELS, 4, seed=4)
+    bias = _numbers(_CHANNELS, seed=5)
+    for activation, given in ((None, None), ("silu", bias)):
+        found = own(x, weight, given, activation=activation)
+        starts, silu = _starts(1, 6, x.device), activation is not None
+        for row, one in zip(found, x, strict=True):
+            expected, _ = scans_reference.convolve(one.T, starts, None, weight, given, silu=silu, length=3)
+            if not _close(row.T, expected):
+                return False
+    return True
+
+
+def _follows_delta_rule_of_tokens(own: Callable[..., Any]) -> bool:
+    tokens = scans.CHUNK + 2
+    query, key, value = (_numbers(1, tokens, 1, _SIZE, seed=seed) for seed in range(3))
+    decay, beta = -_numbers(1, tokens, 1, seed=3).exp(), _numbers(1, tokens, 1, seed=4).sigmoid()
+    states, named = _numbers(1, 1, _SIZE, _SIZE, seed=5), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    found, after = own(query, key, value, g=decay, beta=beta, initial_state=states.clone(), **named)
+    packed = [one[0] for one in (query, key, value, decay, beta)]
+    given: tuple[Any, ...] = (*packed, _starts(1, tokens, query.device), states)
+    expected, then = scans_reference.delta_rule(*given)
+    return _close(found[0], expected) and _close(after, then)
+
+
 def _scans(own: Callable[..., Any]) -> bool:
     x, gate = (_numbers(_ROWS, _HEADS, _WIDTH, seed=seed) for seed in (0, 8))
     steps = 12 * _numbers(_ROWS, _HEADS, seed=1)
@@ -216,80 +345,137 @@ def _scans(own: Callable[..., Any]) -> bool:
 
 _REPLACED: Mapping[str, tuple[Callable[..., bool], Callable[..., Any]]] = {
     "causal_conv1d_update": (_convolves, _convolve),
+    "causal_conv1d_fn": (_convolves_tokens, _convolve_tokens),
     "torch_recurrent_gated_delta_rule": (_follows_delta_rule, _delta_rule),
+    "torch_chunk_gated_delta_rule": (_follows_delta_rule_of_tokens, _delta_rule_of_tokens),
     "mamba2_selective_state_update": (_scans, _scan),
+    "mamba2_chunk_scan": (scans_tokens, scan_tokens),
 }
 """By name of transformers' function: a trial whether it computes what is known, and what runs in its place."""
 
 STATES = FusedKind("layers with states", may_be, key, form_of, _replacement)
 
 
-_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_PARTS = {*_PROJECTIONS, "conv1d", "norm", "out_proj"}
+_PROJECTIONS = {
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"): (96, 32, 4, 4),
+    ("in_proj_qkvz", "in_proj_ba"): (128, 8),  # of Qwen3-Next: interleaved by groups of heads
+}
+"""Names of a net's projections, and their outputs in a small net, see `_small`."""
+
+_PARTS = {"conv1d", "norm", "out_proj"}
 _PARAMETERS = {"A_log", "dt_bias"}
 _CACHES = ("cache", "cache_params")
 """Names of the argument with the cache, in releases of transformers."""
 
 
 def _net_may_be(module: type[nn.Module]) -> bool:
-    return may_be(module) and {*_PROJECTIONS, *_PARAMETERS} <= set(names_in(module))
+    names = set(names_in(module))
+    return may_be(module) and names >= _PARAMETERS and any(names.issuperset(one) for one in _PROJECTIONS)
 
 
 def _net_key(module: nn.Module) -> Hashable | None:
-    if module._modules.keys() != _PARTS or module._parameters.keys() != _PARAMETERS or module._buffers:
+    parts = module._modules.keys() - _PARTS
+    known = any(parts == set(one) for one in _PROJECTIONS) and module._modules.keys() >= _PARTS
+    if not known or module._parameters.keys() != _PARAMETERS or module._buffers:
         return None
     return "gated delta nets", key(module), vars(module).get("activation")
 
 
+def _projections(module: nn.Module) -> tuple[str, ...]:
+    """The names of those that a net has."""
+    return next(names for names in _PROJECTIONS if module._modules.keys() >= set(names))
+
+
 def _net_form_of(module: nn.Module) -> frozenset[str] | None:
-    """As `form_of`, where a step computes what is known here."""
+    """As `form_of`, where passes of several tokens and a step after them compute what is known here."""
     names = form_of(module)
-    if names is None or len(names) < 2:
+    if names is None or len(names) < 4:
         return None
     small: Any = _small(module)
-    x = random(3, 1, _NET_WIDTH, seed=8, dtype=torch.float32)
-    held = random(3, 96, 4, seed=9, dtype=torch.float32), random(3, 4, 16, 8, seed=10, dtype=torch.float32)
-    layer: Any = _layer(*(one.clone() for one in held))
-    cache: Any = Cache(layers=[layer])
-    found = with_torch_functions(type(module).forward, names)(small, x, cache)
-    expected = _step(small, x, *held, _convolve_by_reference, _delta_rule_by_reference)
-    after = layer.conv_states[0], layer.recurrent_states[0]
-    same = map(_close, (found, *after), (expected, *held))
-    return names if all(same) else None
+    own, known = LinearAttentionLayer(), LinearAttentionLayer()
+    of_own, of_known = Cache(layers=[own]), Cache(layers=[known])
+    for tokens in (5, 2, 1):
+        x = random(3, tokens, _NET_WIDTH, seed=8 + tokens, dtype=torch.float32)
+        found = with_torch_functions(type(module).forward, names)(small, x, of_own)
+        if tokens > 1:
+            given = _starts(3, tokens, x.device), scans_reference.convolve, scans_reference.delta_rule
+            expected = _run_tokens(small, x, of_known, *given)
+        else:
+            expected = _step(small, x, *_held(known), _convolve_by_reference, _delta_rule_by_reference)
+        if not all(map(_close, (found, *_held(own)), (expected, *_held(known)))):
+            return None
+    return names
+
+
+def _held(layer: Any) -> tuple[Tensor, Tensor]:
+    return layer.conv_states[0], layer.recurrent_states[0]
 
 
 def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if args else kwargs.get("hidden_states")
     cache: Any = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     layer = None if cache is None else cache.layers[module.layer_idx]
+    mask = kwargs.get("attention_mask")
     if (
         len(args) > 1
-        or any(kwargs.get(name) is not None for name in ("attention_mask", "cu_seq_lens_q"))
+        or kwargs.get("cu_seq_lens_q") is not None
         or not isinstance(hidden, Tensor)
-        or hidden.shape[1:-1] != (1,)
+        or hidden.dim() != 3
         or not runs_fused(hidden)
         or not all(map(is_plain, (module, *module.children())))
         or not isinstance(layer, LinearAttentionLayer)
         or layer.record_past
-        or not cache.has_previous_state(module.layer_idx, 0)
     ):
         return other(*args, **kwargs)
-    held = layer.conv_states[0], layer.recurrent_states[0]
-    if {held[0].dtype, module.conv1d.weight.dtype} != {hidden.dtype}:
+    starts = _starts_of_pass(layer, hidden)
+    resumed = cache.has_previous_state(module.layer_idx, 0)
+    if {module.conv1d.weight.dtype, layer.conv_states[0].dtype if resumed else hidden.dtype} != {hidden.dtype}:
         return other(*args, **kwargs)
     try:
-        return _step(module, hidden, *held, convolve, _delta_rule_or_reference)
-    except (ValueError, KernelFailedError):  # of the convolution or before it, when no state has changed
-        return other(*args, **kwargs)
+        if hidden.shape[1] > 1 or not resumed:
+            hidden = hidden if mask is None else (hidden * mask[:, :, None]).to(hidden.dtype)
+            return _run_tokens(module, hidden, cache, starts, scans.convolve, scans.delta_rule)
+        if mask is None:
+            return _step(module, hidden, *_held(layer), convolve, _delta_rule_or_reference)
+    except (ValueError, KernelFailedError):  # before any state has changed
+        pass
+    return other(*args, **kwargs)
+
+
+def _starts_of_pass(layer: LinearAttentionLayer, x: Tensor) -> Tensor:
+    """Where segments begin: prompts that are packed in one row, whose states the layer then has, or else rows."""
+    if isinstance(layer, StateLayer) and layer.begin_segments():
+        return layer.state.current.starts(x.device)
+    return _starts(len(x), x.shape[1], x.device)
+
+
+def _run_tokens(module: Any, x: Tensor, cache: Any, starts: Tensor, convolve: Any, delta_rule: Any) -> Tensor:
+    """A pass of hidden states ``[rows, tokens, width]`` by these operators, after which the cache's states change.
+
+    Args:
+        starts: Of segments, ``[segments + 1]`` int32: the rows, or prompts in one row.
+    """
+    index, key_dim, length = module.layer_idx, module.head_k_dim, module.conv_kernel_size
+    conv, state = _held(cache.layers[index]) if cache.has_previous_state(index, 0) else (None, None)
+    mixed, z, beta, decay = _projected(module, x)
+    weight = module.conv1d.weight[:, 0].contiguous()
+    mixed, conv = convolve(mixed, starts, conv, weight, module.conv1d.bias, silu=True, length=length)
+    query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)
+    query, key, value = (
+        one.unflatten(1, (-1, width)) for one, width in zip((query, key, value), (key_dim, key_dim, module.head_v_dim))
+    )
+    out, state = delta_rule(query, key, value, decay, beta, starts, state, Gates(module.A_log, module.dt_bias))
+    cache.update_conv_state(conv, index, conv_kernel_size=length)
+    cache.update_recurrent_state(state, index)
+    out = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+    result: Tensor = module.out_proj(out.view(*x.shape[:2], -1))
+    return result
 
 
 def _step(module: Any, x: Tensor, conv: Tensor, state: Tensor, convolve: Any, delta_rule: Any) -> Tensor:
     """A step of hidden states ``[rows, 1, width]``, in which these operators overwrite the states."""
     rows, key_dim = len(x), module.head_k_dim
-    mixed = module.in_proj_qkv(x)[:, 0]
-    if mixed.dtype != conv.dtype:
-        raise ValueError(f"projections give {mixed.dtype}, and states are in {conv.dtype}")
-    z, beta, decay = module.in_proj_z(x), module.in_proj_b(x)[:, 0], module.in_proj_a(x)[:, 0]
+    mixed, z, beta, decay = _projected(module, x)
     mixed = convolve(mixed, conv, module.conv1d.weight[:, 0].contiguous(), module.conv1d.bias, silu=True)
     query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], -1)
     query, key = (one.view(rows, -1, key_dim) for one in (query, key))
@@ -298,6 +484,20 @@ def _step(module: Any, x: Tensor, conv: Tensor, state: Tensor, convolve: Any, de
     out = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     result: Tensor = module.out_proj(out.view(rows, 1, -1))
     return result
+
+
+def _projected(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values together, gates of outputs, and projections of betas and decays: ``[tokens, ...]``.
+
+    Raises ValueError if they are in another dtype than `x`, as quantized weights may give them.
+    """
+    found = [getattr(module, name)(x) for name in _projections(module)]
+    if len(found) == 2:
+        *mixed, z, beta, decay = (one.flatten(2) for one in module.fix_query_key_value_ordering(*found))
+        found = [torch.cat(mixed, -1), z, beta, decay]
+    if (dtype := found[0].dtype) != x.dtype:
+        raise ValueError(f"projections give {dtype} of hidden states in {x.dtype}")
+    return tuple(one.flatten(0, 1) for one in found)
 
 
 def _delta_rule_or_reference(*args: Any) -> Tensor:
@@ -324,9 +524,10 @@ _NET_WIDTH = 32
 
 def _small(module: Any) -> nn.Module:
     """A small net: two heads of 16 for keys, and four of 8 for values."""
+    names = _projections(module)
     parts: dict[str, nn.Module | Tensor] = {
         name: linear(_NET_WIDTH, outputs, seed=seed).float()
-        for seed, (name, outputs) in enumerate(zip((*_PROJECTIONS, "out_proj"), (96, 32, 4, 4, 32), strict=True))
+        for seed, (name, outputs) in enumerate(zip((*names, "out_proj"), (*_PROJECTIONS[names], 32), strict=True))
     }
     norm: Any = module.norm
     small_norm = twin(norm, weight=random(8, seed=5, dtype=torch.float32))
@@ -343,13 +544,6 @@ def _small(module: Any) -> nn.Module:
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 8, "key_dim": 32, "value_dim": 32}
     vars(own).update(sizes | {"conv_dim": 96, "conv_kernel_size": 4, "layer_idx": 0})
     return own
-
-
-def _layer(conv: Tensor, state: Tensor) -> LinearAttentionLayer:
-    layer = LinearAttentionLayer()
-    layer.update_conv_state(conv)
-    layer.update_recurrent_state(state)
-    return layer
 
 
 DELTA_NETS = FusedKind(

@@ -1,7 +1,8 @@
-"""Calls of modules that read states, in packed passes: once for each segment of the row, see `StateLayer.by_segments`.
+"""Calls of modules that read states, in packed passes, where each segment of the row has states of its own.
 
-The module's own code, or a kernel in its place, then runs as for one prompt. What is around it, such as attention,
-norms and products, runs once over the whole row.
+Kernels in the place of a module's code, or of functions in it, may take all segments at once. Otherwise the module
+runs once for each, see `StateLayer.by_segments`, as for one prompt. What is around it, such as attention, norms and
+products, runs once over the whole row.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ from ...cache.layers.state import StateLayer
 from ...cache.shared import SharedContextCache
 
 
-def by_segments(module: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    """What is called in the place of a module with states, of whose rows `call` runs one after another."""
+def by_segments(
+    module: Any, call: Callable[..., Any], at_once: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """What is called in the place of a module with states, of whose rows `call` runs one after another.
+
+    Args:
+        at_once: Called for packed rows with the cache's layer first; None where it does not serve one.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         cache = next((one for one in (*kwargs.values(), *args) if isinstance(one, SharedContextCache)), None)
         layer = None if cache is None else cache.layers[module.layer_idx]
-        return layer.by_segments(call, *args, **kwargs) if isinstance(layer, StateLayer) else call(*args, **kwargs)
+        if not isinstance(layer, StateLayer):
+            return call(*args, **kwargs)
+        output = at_once(layer, *args, **kwargs) if at_once is not None and layer.state.current.segments else None
+        return layer.by_segments(call, *args, **kwargs) if output is None else output
 
     return run

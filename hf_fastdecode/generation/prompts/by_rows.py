@@ -9,9 +9,9 @@ layers have states, images that follow run without padding, which would come bet
 hence with others of the same length only.
 
 A pass has as many tokens as its tensors have memory for. In PyTorch, scans of several tokens keep products of all
-pairs of a token and an entry of the state: of Nemotron-H in transformers 5.17 some 9 MB per token. And some images
-have many more patches than tokens. What a pass takes is counted once per model and dtype, over a few tokens or over
-the first prompt with an image, and compared with free memory before each prefill.
+pairs of a token and an entry of the state, where no kernel runs instead: of Nemotron-H in transformers 5.17 some 9 MB
+per token. And some images have many more patches than tokens. What a pass takes is counted once per model and
+dtype, over a few tokens or over the first prompt with an image, and compared with free memory before each prefill.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers with states: the functions that run as kernels in a step, in each kind of model."""
+"""Layers with states: the functions that run as kernels in passes of one token and of several, by kind of model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.fused import norms, states
+from hf_fastdecode.generation.fused import norms, states, trial
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import GATED_NORMS
 from hf_fastdecode.generation.fused.states import DELTA_NETS, STATES
+from hf_fastdecode.kernels.state_scans import api as scans
 
 from ...architectures.classes import tiny_model_of
 from .half_models import DEVICE, fail
@@ -39,6 +40,7 @@ OPERATORS = (
     *((states, name) for name in ("convolve", "delta_rule", "scan")),
     (norms, "gated_rms_norm"),
 )
+SCANS = ("convolve", "delta_rule")
 IDS = torch.arange(3, 19, device=DEVICE).view(2, 8)
 
 
@@ -49,6 +51,16 @@ def steps(model: PreTrainedModel, fused: FusedModules | None = None) -> torch.Te
         model(IDS[:, :6], **{CACHE: cache})
         with nullcontext() if fused is None else fused.installed():
             return torch.cat([model(ids[:, None], **{CACHE: cache}).logits for ids in IDS[:, 6:].T], 1)
+
+
+def passes(model: PreTrainedModel, fused: FusedModules | None = None) -> torch.Tensor:
+    """Logits of a prompt of several tokens, with padding before that of the second row, and of tokens behind it."""
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones_like(IDS)
+    mask[1, :2] = 0
+    with torch.no_grad(), nullcontext() if fused is None else fused.installed():
+        first = model(IDS[:, :5], attention_mask=mask[:, :5], **{CACHE: cache}).logits[:, 2:]
+        return torch.cat([first, model(IDS[:, 5:], attention_mask=mask, **{CACHE: cache}).logits], 1)
 
 
 def of_states(model: PreTrainedModel) -> FusedModules:
@@ -69,7 +81,36 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     for module, name in OPERATORS:
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    for name in SCANS:
+        monkeypatch.setattr(scans, name, counted(f"{name} of tokens", getattr(scans, name)))
     return counts
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM"])
+def test_same_logits_of_several_tokens(name: str, launched: Counter[str]) -> None:
+    """Error against fp32 at most 1.1 times that of the model's own code; a prompt, and what continues its states."""
+    model = tiny_model_of(name).to(DEVICE)
+    exact = passes(model)
+    model.half()
+    own, found = passes(model), passes(model, of_states(model))
+    assert launched["delta_rule of tokens"] and launched["convolve of tokens"] and not launched["delta_rule"]
+    own_error, error = ((one.float() - exact).pow(2).mean().sqrt() for one in (own, found))
+    assert error <= 1.1 * own_error
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForCausalLM", "Qwen3NextForCausalLM"])
+def test_tokens_in_fp32_would_be_stocks(name: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels do not run in fp32; if they did, prompts and steps after them would give stock's tokens."""
+    model = tiny_model_of(name).to(DEVICE)
+    named = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    stock = model.generate(IDS, **named)
+    for module in (states, trial):
+        monkeypatch.setattr(module, "runs_fused", lambda x: not torch.is_grad_enabled())
+    with of_states(model).installed():
+        found = model.generate(IDS, **named)
+    assert launched["delta_rule of tokens"] and launched["delta_rule"]
+    assert torch.equal(found.sequences, stock.sequences)
+    torch.testing.assert_close(torch.cat(found.logits), torch.cat(stock.logits), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -96,8 +137,12 @@ def test_kernels_that_fail_leave_the_models_own_functions(
     for module, operator in OPERATORS:
         if all_fail or operator == "delta_rule":
             monkeypatch.setattr(module, operator, fail)
-    own, found = steps(model), steps(model, of_states(model))
-    torch.testing.assert_close(found, own, rtol=0 if all_fail else 0.02, atol=0 if all_fail else 0.02)
+    if all_fail:
+        for operator in SCANS:
+            monkeypatch.setattr(scans, operator, fail)
+    for run in (passes, steps):
+        own, found = run(model), run(model, of_states(model))
+        torch.testing.assert_close(found, own, rtol=0 if all_fail else 0.02, atol=0 if all_fail else 0.02)
 
 
 class EightBits(torch.nn.Module):
@@ -128,14 +173,14 @@ def test_other_functions_than_those_known_are_left_alone(monkeypatch: pytest.Mon
     model = tiny_model_of("Qwen3NextForCausalLM").half()
     monkeypatch.setattr(modeling_qwen3_next, "causal_conv1d_update", lambda *args: args[0])
     (form,) = (one.form for one in FusedModules(model).found if one.kind is STATES)
-    assert form == {"torch_recurrent_gated_delta_rule"}
+    assert form == {"causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"}
 
 
 @pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "NemotronHForCausalLM"])
 def test_steps_are_the_same_where_packages_are_installed(
     name: str, launched: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Functions of packages for a step give way to kernels; those for several tokens run, in prefill."""
+    """Functions of packages give way to kernels; they run where modules are not replaced, as in prompts here."""
     model = tiny_model_of(name).half().to(DEVICE)
     expected = steps(model, of_states(model))
     without = dict(launched)
@@ -177,3 +222,7 @@ def test_steps_are_the_same_where_packages_are_installed(
     assert calls["chunk_gated_delta_rule"] or "mamba2_selective_state_update" in names
     assert launched == without
     assert torch.equal(found, expected)
+    calls.clear()
+    with of_states(model).installed(), torch.no_grad():
+        model(IDS[:1], use_cache=True)
+    assert not calls

@@ -19,6 +19,7 @@ from .other_parts import (
     draw_everything,
     multiply_few_rows,
     run_experts,
+    scan_tokens,
     step_states,
 )
 from .slim_layers import append_to_slim_caches, attend_to_slim_caches, multiply_by_stored_matrices
@@ -80,6 +81,7 @@ def launches() -> list[Launch]:
         multiply_few_rows()
         run_experts()
         step_states()
+        scan_tokens()
     unique = {str(launch): launch for launch in sorted(found, key=lambda launch: -prod(launch.tile))}
     facets = {name: set(launch.facets()) for name, launch in unique.items()}
     missing = set().union(*facets.values())

@@ -27,6 +27,8 @@ from hf_fastdecode.kernels.pointwise.api import (
 from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
+from hf_fastdecode.kernels.state_scans import api as state_scans
+from hf_fastdecode.kernels.state_scans.mamba import scan_segments
 from hf_fastdecode.kernels.state_steps.api import Gates, convolve, delta_rule, scan
 
 from .pretended import CUDA, Claimed, made
@@ -157,3 +159,24 @@ def step_states() -> None:
             inputs, rates, of_heads = half(3, groups, size), made(heads), half(heads)
             states = made(3, heads, width, size, dtype=kept)
             scan(half(3, heads, width), half(3, heads), rates, inputs, inputs, of_heads, of_heads, states)
+
+
+def scan_tokens() -> None:
+    """Many tokens through convolutions, the gated delta rule and Mamba-2, from zeros and from states."""
+    starts = made(3, dtype=torch.int32)
+    sizes = ((16, 32, 128, 128), (2, 2, 96, 192), (1, 2, 24, 40))
+    for dtype, resumed in product((torch.bfloat16, torch.float16), (False, True)):
+        half = partial(made, dtype=dtype)
+        for channels, length, taps in ((8192, 4, 4), (96, 3, 4)):
+            states, bias = half(2, channels, length) if resumed else None, half(channels) if resumed else None
+            for x in (half(70, channels), half(channels, 70).mT.as_subclass(Claimed)):
+                state_scans.convolve(x, starts, states, half(channels, taps), bias, silu=not resumed, length=length)
+        for key_heads, heads, key_dim, value_dim in sizes:
+            keys, value, beta = half(70, key_heads, key_dim), half(70, heads, value_dim), half(70, heads)
+            states = made(2, heads, key_dim, value_dim) if resumed else None
+            state_scans.delta_rule(keys, keys, value, made(70, heads), beta, starts, states)
+            state_scans.delta_rule(keys, keys, value, beta, beta, starts, states, Gates(made(heads), half(heads)))
+        for groups, heads, width, size in ((8, 128, 64, 128), (1, 3, 24, 16), (1, 2, 128, 256)):
+            tokens, given = (half(70, heads, width), half(70, heads)), half(70, groups, size)
+            states = made(2, heads, width, size) if resumed else None
+            scan_segments(*tokens, made(heads), given, given, half(heads), half(heads), starts, states)
