@@ -73,8 +73,6 @@ class Fsdp2(GatheredByParts):
             if getattr(group.mesh_info, "shard_process_group", None) is not self.group:
                 raise Unsupported("FSDP 2 divides its parameters between several groups of processes")
             group.lazy_init()
-            if group.is_unsharded and fsdp2_stays_gathered(group):  # by the user
-                continue
             if group._training_state.name != "IDLE":
                 raise Unsupported(_IN_PASS)
             group.reshard()
