@@ -76,14 +76,13 @@ class Fsdp2(GatheredByParts):
             group.lazy_init()
             if group._training_state.name != "IDLE":
                 raise Unsupported(_IN_PASS)
-            group.reshard()
-            found += [self._part(parameter) for parameter in group.fsdp_params]
+            found += [self._part(group, parameter) for parameter in group.fsdp_params]
         dtypes = {part.dtype for part in found if part.dtype.is_floating_point}
         if len(dtypes) > 1 and any(group.mp_policy.param_dtype for group in self._groups):
             raise Unsupported(_SEVERAL_DTYPES)
         return found
 
-    def _part(self, parameter: Any) -> Part:
+    def _part(self, group: Any, parameter: Any) -> Part:
         if parameter.is_dtensor:
             raise Unsupported("its parameters are split by tensor parallelism too, beside FSDP 2")
         if parameter.fsdp_placement.dim or hasattr(parameter.sharded_param._local_tensor, "fsdp_pre_all_gather"):
@@ -95,9 +94,13 @@ class Fsdp2(GatheredByParts):
             view = whole.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)
             return [Place(names, view, parameter.sharded_param)]
 
+        def send() -> Tensor:
+            group.reshard()
+            sent: Tensor = parameter.all_gather_inputs[0]
+            return sent
+
         numel = parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
-        dtype = parameter.param_dtype or parameter.orig_dtype
-        return Part(lambda: parameter.all_gather_inputs[0], numel, dtype, place)
+        return Part(send, numel, parameter.param_dtype or parameter.orig_dtype, place)
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
