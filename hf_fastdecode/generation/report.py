@@ -213,7 +213,7 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        lines += [f"  {self.gathered}"] if self.gathered else []
+        lines += [f"  {self.gathered}"] if self.gathered and self.gathered.nbytes else []
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes

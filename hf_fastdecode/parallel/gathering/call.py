@@ -9,10 +9,11 @@ from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...errors import Unsupported
-from ..ranks import NoRoomError, Together, in_several_processes
+from ..ranks import NoRoomError, Together
 from ..watchdog import watchdog_of
 from .fsdp import Fsdp1, Fsdp2
 from .parameters import Gathering
@@ -44,7 +45,7 @@ class KeptGathering:
 
     def of(self, modules: Sequence[nn.Module]) -> Gathering | None:
         """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered."""
-        if not in_several_processes():
+        if not (dist.is_available() and dist.is_initialized()):  # one process may offload parameters to the CPU
             return None
         for kind in _KINDS:
             if units := kind.find(modules):
