@@ -6,6 +6,7 @@ Each entry says what would replace it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -170,12 +171,34 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+STORED: Final = "hf_fastdecode_stored"
+"""Attribute of a parameter that was gathered for a call: the one that is trained, of which this process has a part."""
+
+
+def stored_of(parameter: Tensor) -> Tensor:
+    """What a library trains (FSDP) where a parameter was gathered from it for a call, any other parameter itself.
+
+    Its identity and version tell whether weights have changed since an earlier call.
+    """
+    found: Tensor = getattr(parameter, STORED, parameter)
+    return found
+
+
 def doge_is_causal(modelling: Any) -> bool:
     """Whether Doge adds its gates to a causal mask also in prompts without padding; goes with transformers 5.17.
 
     `modelling` is transformers' file of Doge, in which the later releases also make masks for `generate`.
     """
     return "create_masks_for_generate" in vars(modelling.DogeForCausalLM)
+
+
+def is_fsdp2(modules: Iterable[nn.Module]) -> bool:
+    """Whether FSDP 2 divides parameters of these modules, which it gathers for passes."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in modules)
 
 
 def fsdp2_state(module: Any) -> Any:

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from .._compat import local_part
+from .._compat import is_fsdp2, local_part
 from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
-from ..parallel.gathering.fsdp import is_divided_by_fsdp
 from .layers.attention import REMEDY, SharedContextLayer, other_heads
 from .layers.latent import ExpandsLatents, LatentStorage
 from .layers.own import AttendsByItself, OwnStorage
@@ -106,7 +105,7 @@ class ModelLayout:
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
         whole = frozenset(name.rpartition(".")[2] for name, style in plan.items() if style != "colwise")
-        if is_divided_by_fsdp(model.modules() if modules is None else modules):  # which gathers them for each pass
+        if is_fsdp2(model.modules() if modules is None else modules):  # which gathers them for each pass
             whole = _PROJECTIONS
         for index, module in _layer_modules(model, modules):
             if index not in range(len(layers)):

@@ -8,9 +8,8 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._compat import local_part, tensor_version
+from .._compat import local_part, stored_of, tensor_version
 from ..cache.shared import FilledBy
-from ..parallel.gathering.parameters import stored_of
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
 _SAMPLES = 4

@@ -16,7 +16,6 @@ from ..cache.layers.attention import SharedContextLayer
 from ..cache.layers.state import StateLayer
 from ..cache.shared import SharedContextCache
 from ..errors import one_line
-from ..parallel.gathering.call import Gathered
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,8 @@ class CallReport:
         input_bytes: Bytes of their keys and values in all layers.
         stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
-        gathered: Bytes and seconds of the gather of parameters that processes divide (FSDP, ZeRO-3); None without one.
+        gathered: Bytes of whole parameters that were gathered for the call (FSDP, ZeRO-3), and the seconds that took;
+            None where none were.
         inner: The reports of the calls that the model's own `generate` made, if it made several, such as Whisper's for
             segments and temperatures; see `of_inner`.
     """
@@ -135,7 +135,7 @@ class CallReport:
     input_bytes: int = 0
     stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
-    gathered: Gathered | None = None
+    gathered: tuple[int, float] | None = None
     inner: tuple[CallReport, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,7 +213,8 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        lines += [f"  {self.gathered}"] if self.gathered and self.gathered.nbytes else []
+        if self.gathered is not None and self.gathered[0]:
+            lines.append(f"  parameters gathered: {self.gathered[0]:,} bytes in {self.gathered[1]:.3f} s")
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes

@@ -23,14 +23,10 @@ _KINDS: Final[tuple[type[Gathering], ...]] = (Zero3, Fsdp1, Fsdp2)
 
 
 class Gathered(NamedTuple):
-    """Report of a gather: bytes of the whole parameters on this process, and seconds it took."""
+    """A gather: bytes of the whole parameters on this process, and seconds it took."""
 
     nbytes: int
     seconds: float
-
-    def __str__(self) -> str:
-        rate = f", {self.nbytes / self.seconds / 1e9:.1f} GB/s" if self.seconds else ""
-        return f"parameters gathered for the call: {self.nbytes:,} bytes in {self.seconds:.3f} s{rate}"
 
 
 class KeptGathering:

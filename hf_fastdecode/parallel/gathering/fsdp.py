@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
 _FSDP = "torch.distributed.fsdp"
 _IN_PASS = "it is called within a forward or backward pass of FSDP"
-
-
-def is_divided_by_fsdp(modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP 2 divides parameters of these modules, which it gathers for passes."""
-    if _FSDP not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in modules)
 
 
 class Fsdp2(GatheredByParts):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from ..._compat import all_gather_vectors
+from ..._compat import STORED, all_gather_vectors
 from ...errors import Unsupported
 
 if TYPE_CHECKING:
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 MOST_OF_FREE: Final = 0.8
 """Share of a device's free memory that gathered parameters may take; keys and values need the rest."""
-
-_STORED: Final = "hf_fastdecode_stored"
-"""Attribute of a gathered parameter: the one that the library trains, of which this process stores a part."""
 
 
 class Gathering(ABC):
@@ -115,20 +112,11 @@ class Part:
 
 @dataclass
 class Place:
-    """A parameter: the modules and names that have it, its whole tensor, and what is trained (`stored_of`)."""
+    """A parameter: the modules and names that have it, its whole tensor, and what is trained (`_compat.stored_of`)."""
 
     names: Sequence[tuple[nn.Module, str]]
     whole: Tensor
     stored: Tensor
-
-
-def stored_of(parameter: Tensor) -> Tensor:
-    """The parameter that a library trains and stores a part of, for one gathered from it; any other one itself.
-
-    Its identity and version tell whether weights have changed since an earlier call.
-    """
-    found: Tensor = getattr(parameter, _STORED, parameter)
-    return found
 
 
 class GatheredByParts(Gathering):
@@ -205,7 +193,7 @@ class _Whole:
             with torch.inference_mode(False):
                 self._parameters = [nn.Parameter(place.whole, requires_grad=False) for place in places]
         for place, parameter in zip(places, self._parameters, strict=True):
-            setattr(parameter, _STORED, place.stored)
+            setattr(parameter, STORED, place.stored)
             for module, name in place.names:
                 swaps.put(module._parameters, name, parameter)
                 if name in vars(module):  # where FSDP 1 leaves tensors that are no parameters
