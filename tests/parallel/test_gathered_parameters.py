@@ -27,7 +27,7 @@ from hf_fastdecode.parallel.gathering import parameters
 
 from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, SAMPLING, draw, reason, sees, sights
+from .scenarios import GREEDY, PROMPT, SAMPLING, capturing, draw, reason, sees, sights
 
 SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
 HALF = torch.bfloat16
@@ -179,6 +179,21 @@ def memory_of_one_rank(models: Models) -> Any:
         with pytest.raises(ValueError, match="memory is short"):
             fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
         return [same, why]
+
+
+@sees([True, True, True], kernels=True)
+def captured_steps(models: Models) -> Any:
+    """They stay valid while weights are trained: parameters lie where they were, and memory is free between calls."""
+    alone, ids = models.alone["small"], prompt_of(models)
+    model, seen = fsdp_2(alone), []
+    arguments = SAMPLES | {"max_new_tokens": 4, "eos_token_id": 2}
+    with capturing(), fd.enabled(model, mode="graph", backend="triton"):
+        for trained in (False, True):
+            if trained:
+                step(model, models)
+            seen.append(draw(model, 0, ids, **arguments) == draw(whole(model, alone), 0, ids, **arguments))
+        seen.append(vars(model)["_hf_fastdecode"].captures.count == 1)
+    return seen
 
 
 @sees([True, True])

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
@@ -20,9 +21,13 @@ from torch import Tensor, nn
 
 from ..._compat import STORED, all_gather_vectors
 from ...errors import Unsupported
+from .memory import Memory, memory_on
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_ALIGNMENT: Final = 512
+"""Bytes to a multiple of which parts begin, as those of PyTorch's allocator."""
 
 MOST_OF_FREE: Final = 0.8
 """Share of a device's free memory that gathered parameters may take; keys and values need the rest."""
@@ -122,13 +127,14 @@ class Place:
 class GatheredByParts(Gathering):
     """A library whose parts are gathered by collectives of this package, in memory of its own.
 
-    Parameters of the call are the same objects in each call. Their storage is freed between calls; where it comes to
-    lie elsewhere, captured passes are made again.
+    Parameters of the call are the same objects in each call, at the same addresses where memory allows (`memory`), so
+    that captured passes stay valid.
     """
 
     def __init__(self, units: tuple[Any, ...]):
         super().__init__(units)
         self._parts: list[Part] = []
+        self._memory: Memory | None = None
         self._made: list[_Whole] = []
 
     @abstractmethod
@@ -146,12 +152,25 @@ class GatheredByParts(Gathering):
     def reserve(self) -> None:
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
-        kinds = [(part.numel, part.dtype) for part in self._parts]
-        if kinds != [(whole.vector.numel(), whole.vector.dtype) for whole in self._made]:
-            with torch.inference_mode(False):  # whose tensors later calls could not write to
-                self._made = [_Whole(part, self.device) for part in self._parts]
-        for whole in self._made:
-            whole.allocate()
+        with torch.inference_mode(False):  # whose tensors later calls could not write to
+            if self._memory is not None and self._fits():
+                self._memory.take()
+                return
+            self._memory, self._made = None, []
+            ends = [0, *accumulate(-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in self._parts)]
+            if ends[-1]:
+                self._memory = memory_on(self.device, ends[-1])
+                bytes_of_all = self._memory.vector
+                self._made = [
+                    _Whole(bytes_of_all[begin : begin + part.nbytes].view(part.dtype))
+                    for begin, part in zip(ends, self._parts, strict=False)
+                ]
+
+    def _fits(self) -> bool:
+        """Whether the memory was made for parts as they are now."""
+        return [(part.numel, part.dtype) for part in self._parts] == [
+            (whole.vector.numel(), whole.vector.dtype) for whole in self._made
+        ]
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -168,24 +187,16 @@ class GatheredByParts(Gathering):
 
     def release(self) -> None:
         self._parts = []
-        for whole in self._made:
-            whole.free()
+        if self._memory is not None:
+            self._memory.free()
 
 
 class _Whole:
     """The vector of one part, and parameters that are views of it."""
 
-    def __init__(self, part: Part, device: torch.device):
-        self.vector = torch.empty(part.numel, dtype=part.dtype, device=device)
+    def __init__(self, vector: Tensor):
+        self.vector = vector
         self._parameters: list[nn.Parameter] = []
-
-    def allocate(self) -> None:
-        storage = self.vector.untyped_storage()
-        if storage.size() != (nbytes := self.vector.nbytes):
-            storage.resize_(nbytes)
-
-    def free(self) -> None:
-        self.vector.untyped_storage().resize_(0)
 
     def register(self, part: Part, swaps: Swaps) -> None:
         places = part.place(self.vector)
