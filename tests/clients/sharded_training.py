@@ -22,7 +22,7 @@ import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -78,6 +78,7 @@ _QWEN_3_5 = {
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
 }
 MODELS = {name: ARCHITECTURES[name] for name in ("qwen3", "gpt_oss")} | {"qwen3_5": ("qwen3_5_text", _QWEN_3_5)}
+LORA = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 ROWS, NEW_TOKENS, STEPS, SECONDS = 4, 16, 4, 100
 
 
@@ -104,12 +105,12 @@ class Case:
 
 @dataclass
 class Trained:
-    """What one process saw: completions of each step, metrics, whole parameters, and calls of an enabled model."""
+    """What one process saw: completions of each step, metrics, enabled calls, whole parameters before and after."""
 
     completions: list[list[list[int]]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
+    stages: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def make_model(name: str) -> PreTrainedModel:
@@ -129,7 +130,13 @@ def make_trainer(case: Case, model: PreTrainedModel, folder: str, reward: Callab
     arguments = config(
         output_dir=folder,
         **{"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"},
-        **{"max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "optim": "sgd", "beta": 0.0},
+        **{
+            "max_steps": STEPS,
+            "logging_steps": 1,
+            "learning_rate": 1.0 if case.lora else 1e-2,
+            "optim": "sgd",
+            "beta": 0.0,
+        },
         gradient_checkpointing=False,
         **{"per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": NEW_TOKENS},
         **LAUNCHES[case.launch][1],
@@ -148,7 +155,7 @@ def make_trainer(case: Case, model: PreTrainedModel, folder: str, reward: Callab
         reward_funcs=reward,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"]) if case.lora else None,
+        peft_config=LORA if case.lora else None,
     )
     if case.launch == "fsdp2-offload":
         made.accelerator.state.fsdp_plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)  # as there is no GPU
@@ -180,12 +187,13 @@ def train(
 
     with TemporaryDirectory() as folder:
         trainer = make_trainer(case, copy.deepcopy(model), folder, rewards)
+        seen.stages.append(whole_parameters(trainer.model))
         if enable:
             fd.enable(trainer.model, min_saved_tokens=1, peer_timeout=20)
         trainer.train()
     kept = ("loss", "grad_norm", "reward")
     seen.metrics = [{name: float(step[name]) for name in kept} for step in trainer.state.log_history[:STEPS]]
-    seen.parameters = whole_parameters(trainer.model)
+    seen.stages.append(whole_parameters(trainer.model))
     return seen
 
 
@@ -193,7 +201,8 @@ def whole_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
     """All parameters in full, in copies; collective."""
     if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(model):
-            return {name: value.detach().clone() for name, value in model.named_parameters()}
+            named = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in model.named_parameters()}
+            return {name: value.detach().clone() for name, value in named.items()}
     found = {}
     for name, value in model.named_parameters():
         if hasattr(value, "ds_id"):
@@ -204,6 +213,48 @@ def whole_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
         else:
             found[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
     return found
+
+
+def sampling_model(case: Case, model: PreTrainedModel, whole: dict[str, Tensor], *, merged: bool) -> torch.nn.Module:
+    """A copy of a model for one process, with parameters that a trainer hands on, by their names in its model."""
+    made: Any = copy.deepcopy(model)
+    if case.lora:
+        made = get_peft_model(made, LORA)
+    with torch.no_grad():
+        for name, value in made.named_parameters():
+            value.copy_(whole[name])
+    return made.merge_and_unload() if merged else made
+
+
+def check_sampling_model(case: Case, model: PreTrainedModel, stages: list[dict[str, Tensor]], *, merged: bool) -> None:
+    """Raise AssertionError if an enabled model of one process does not follow weights that are copied to its own.
+
+    Args:
+        stages: Whole parameters before and after training.
+        merged: Whether adapters are merged into the weights.
+    """
+    tokenizer, seen = fd.load_embedded()[1], []
+    prompt = tokenizer(few_shot_prompt(embedded_tasks()[0], shots=0), return_tensors="pt").input_ids
+    given = {"inputs": prompt, "do_sample": True, "num_return_sequences": ROWS, "max_new_tokens": NEW_TOKENS}
+
+    def draw(one: Any) -> list[list[int]]:
+        torch.manual_seed(0)
+        tokens: list[list[int]] = one.generate(**given, use_cache=True).tolist()
+        return tokens
+
+    one = sampling_model(case, model, stages[0], merged=merged)
+    with fd.enabled(one, min_saved_tokens=1, reuse_prefix=True), torch.no_grad():
+        for whole in stages:
+            stock = sampling_model(case, model, whole, merged=merged)
+            for mine, theirs in zip(one.parameters(), stock.parameters(), strict=True):
+                mine.copy_(theirs)
+            seen.append(draw(stock))
+            known = []
+            for _ in range(2):
+                assert draw(one) == seen[-1]
+                known.append(sum(fd.explain(one).last_call.known_tokens or ()))
+            assert known == [0, prompt.shape[1]], known
+    assert seen[0] != seen[1]
 
 
 def compare(case: Case) -> None:
@@ -221,12 +272,15 @@ def compare(case: Case) -> None:
             expected,
             found,
         )
-    assert stock.parameters.keys() == enabled.parameters.keys()
-    apart = {name: _apart(value, enabled.parameters[name]) for name, value in stock.parameters.items()}
+    expected, found = stock.stages[-1], enabled.stages[-1]
+    assert expected.keys() == found.keys() == stock.stages[0].keys()
+    apart = {name: _apart(value, found[name]) for name, value in expected.items()}
     assert max(apart.values()) <= 1e-5, max(apart.items(), key=lambda item: item[1])
     moved = any(step["grad_norm"] > 1e-3 for step in stock.metrics)
     assert moved, stock.metrics
     assert all(one.startswith(f"{case.path}: {case.reason}") for one in enabled.calls), enabled.calls
+    for merged in {False, case.lora}:
+        check_sampling_model(case, model, enabled.stages, merged=merged)
 
 
 def _apart(expected: Tensor, found: Tensor) -> float:
