@@ -198,7 +198,7 @@ def is_fsdp2(modules: Iterable[nn.Module]) -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in modules)
+    return any(issubclass(kind, FSDPModule) for kind in set(map(type, modules)))
 
 
 def fsdp2_state(module: Any) -> Any:

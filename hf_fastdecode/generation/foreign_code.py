@@ -132,7 +132,7 @@ def _pieces(method: Any, owner: nn.Module) -> Iterator[Any]:
 
 
 def _is_known_hook(hook: Any) -> bool:
-    return role_of(hook) in (Role.IDLE, Role.SAFE, Role.GATHERS)  # `find_gathering` refuses the last where it must
+    return role_of(hook) in (Role.IDLE, Role.SAFE, Role.GATHERS)  # `check_processes` refuses the last where it must
 
 
 def _is_of(home: str, packages: tuple[str, ...]) -> bool:

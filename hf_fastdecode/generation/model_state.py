@@ -7,7 +7,8 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,6 +71,11 @@ class ModelState:
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
+
+    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float] | None]:
+        """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""
+        walk, name = partial(modules_of, model), type(model).__name__
+        return self.structure.gathering.call(walk, name, self.options.peer_timeout)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`

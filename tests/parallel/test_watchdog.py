@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -12,8 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import hf_fastdecode as fd
@@ -117,6 +119,18 @@ def is_killed(calls: Calls) -> None:
     calls.make(lambda: generate(calls))
 
 
+@scenario(victim=1)
+def is_killed_before_a_gather(calls: Calls) -> None:
+    """Between calls that gather the model's parameters."""
+    calls.model = fully_shard(LlamaForCausalLM(copy.deepcopy(calls.model.config)).eval())
+    fd.enable(calls.model, peer_timeout=TIMEOUT)
+    generate(calls)
+    if calls.rank:
+        send_itself(signal.SIGKILL)()
+    for _ in range(2):
+        calls.make(lambda: generate(calls))
+
+
 @scenario(victim=0)
 def first_is_killed(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
@@ -215,6 +229,11 @@ def test_processes_that_call_different_functions(seen):
     ("name", "victim", "cause"),
     [
         ("is_killed", 1, "its connections were closed, and it is silent for more than 2 s (last known to be in "),
+        (
+            "is_killed_before_a_gather",
+            1,
+            "its connections were closed, and it is silent for more than 2 s (last known to ",
+        ),
         ("first_is_killed", 0, "the store of the process group, which this rank or torchrun holds, is gone ("),
         ("is_stopped", 1, f"it is silent for more than {TIMEOUT} s (last known to be in "),
         ("first_is_stopped", 0, "the store of the process group, which this rank or torchrun holds, has not answered"),

@@ -208,7 +208,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
 @contextmanager
 def _gathered(model_state: ModelState, call: ActiveCall) -> Iterator[None]:
     """Context of a call in which parameters that processes divide are gathered where they can be."""
-    with model_state.structure.gathering.call(call.model, model_state.options.peer_timeout) as call.gathered:
+    with model_state.gathered(call.model) as call.gathered:
         yield
 
 

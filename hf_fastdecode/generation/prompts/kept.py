@@ -48,10 +48,9 @@ Given = Tensor | Sequence[Tensor | Sequence[int]] | Mapping[str, Any]
 
 
 def prefill_kept(model: PreTrainedModel, model_state: ModelState, inputs: Given) -> SharedContextCache:
-    timeout = model_state.options.peer_timeout
-    with model_state.structure.gathering.call(model, timeout):
+    with model_state.gathered(model):
         structure = model_state.structure_of(model)
-        with structure.ranks.watchdog.call("prefill", timeout):
+        with structure.ranks.watchdog.call("prefill", model_state.options.peer_timeout):
             if holds_inputs(inputs, model):
                 return _prefill_by_call(model, model_state, inputs)
             return _prefill_text(model, structure, model_state.options, inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from time import perf_counter
@@ -52,26 +52,27 @@ class KeptGathering:
         return None
 
     @contextmanager
-    def call(self, model: nn.Module, timeout: float) -> Iterator[Gathered | None]:
+    def call(self, walk: Callable[[], Sequence[nn.Module]], name: str, timeout: float) -> Iterator[Gathered | None]:
         """Context of a call with whole parameters; yields None where none were gathered.
 
         All processes gather, or none does: `Gathering.refused` then says why. What follows is each one's own. Only
         the entry communicates, and is watched for peers that fail. Other threads' calls wait for the end of this one.
 
         Args:
+            walk: Finds the model's modules.
+            name: The model's, for errors.
             timeout: Seconds after a peer's last sign of life until it counts as failed.
 
         Raises:
             ValueError: Processes divide the model's parameters differently.
             PeerFailedError: Another process failed before or while parameters were gathered.
         """
-        modules = list(model.modules())
-        if self.of(modules) is None and self._kept is None:
+        if not in_several_processes() or (self.of(walk()) is None and self._kept is None):
             yield None
             return
         with self._turn, ExitStack() as stack:
-            gathering = self.of(modules)
-            yield None if gathering is None else _enter(gathering, stack, type(model).__name__, timeout)
+            gathering = self.of(walk())
+            yield None if gathering is None else _enter(gathering, stack, name, timeout)
 
 
 def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:

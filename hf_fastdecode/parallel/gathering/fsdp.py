@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered
+from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
 from ...errors import Unsupported
 from ...hook_roles import defining_module
 from .parameters import GatheredByParts, Part, Place, Swaps
@@ -38,7 +38,7 @@ class Fsdp2(GatheredByParts):
 
     @classmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        if _FSDP not in sys.modules:
+        if not is_fsdp2(modules):
             return ()
         from torch.distributed.fsdp import FSDPModule
 
@@ -124,6 +124,8 @@ class Fsdp1(GatheredByParts):
             return ()
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+        if not any(issubclass(kind, FullyShardedDataParallel) for kind in set(map(type, modules))):
+            return ()
         wrappers = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
         if all(wrapper.sharding_strategy is ShardingStrategy.NO_SHARD for wrapper in wrappers):
             return ()
