@@ -41,7 +41,7 @@ class KeptGathering:
 
     def of(self, modules: Sequence[nn.Module]) -> Gathering | None:
         """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered."""
-        if not (dist.is_available() and dist.is_initialized()):  # one process may offload parameters to the CPU
+        if not _has_group():
             return None
         for kind in _KINDS:
             if units := kind.find(modules):
@@ -67,12 +67,17 @@ class KeptGathering:
             ValueError: Processes divide the model's parameters differently.
             PeerFailedError: Another process failed before or while parameters were gathered.
         """
-        if not in_several_processes() or (self.of(walk()) is None and self._kept is None):
+        if not _has_group() or (self.of(walk()) is None and self._kept is None):
             yield None
             return
         with self._turn, ExitStack() as stack:
             gathering = self.of(walk())
             yield None if gathering is None else _enter(gathering, stack, name, timeout)
+
+
+def _has_group() -> bool:
+    """Whether this process has a default group: if of itself alone, parameters may be on the CPU between passes."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
