@@ -120,7 +120,7 @@ def make_model(name: str) -> PreTrainedModel:
     special = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": tokenizer.bos_token_id}
     special |= {"eos_token_id": tokenizer.eos_token_id, "vocab_size": len(tokenizer)}
     model = tiny_model_of_type(kind, **{**sizes, **special})
-    model.generation_config.eos_token_id = list(range(len(tokenizer) // 2, len(tokenizer) * 9 // 16))
+    model.generation_config.eos_token_id = list(range(len(tokenizer) // 2, len(tokenizer) * 5 // 8))
     return model
 
 
