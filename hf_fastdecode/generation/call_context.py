@@ -249,7 +249,7 @@ class ActiveCall:
         reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        gathered: Bytes of the parameters that were gathered for it, and seconds; None where none were.
+        gathered: How parameters that processes divide were gathered; None where they were not.
         of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
             do not decode.
     """
@@ -266,7 +266,7 @@ class ActiveCall:
     inputs: GivenInputs | None = None
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
-    gathered: tuple[int, float] | None = field(default=None, init=False)
+    gathered: tuple[int, float, str] | None = field(default=None, init=False)
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     @property

@@ -72,10 +72,9 @@ class ModelState:
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
 
-    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float] | None]:
+    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float, str] | None]:
         """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""
-        walk, name = partial(modules_of, model), type(model).__name__
-        return self.structure.gathering.call(walk, name, self.options.peer_timeout)
+        return self.structure.gathering.call(model, partial(modules_of, model), self.options.peer_timeout)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`

@@ -92,8 +92,8 @@ class CallReport:
         input_bytes: Bytes of their keys and values in all layers.
         stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
-        gathered: Bytes of whole parameters that were gathered for the call (FSDP, ZeRO-3), and the seconds that took;
-            None where none were.
+        gathered: Bytes of whole parameters that were gathered for the call (FSDP, ZeRO-3), the seconds that took, and
+            why each pass gathered them instead, or an empty string; None where no processes divide them.
         inner: The reports of the calls that the model's own `generate` made, if it made several, such as Whisper's for
             segments and temperatures; see `of_inner`.
     """
@@ -135,7 +135,7 @@ class CallReport:
     input_bytes: int = 0
     stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
-    gathered: tuple[int, float] | None = None
+    gathered: tuple[int, float, str] | None = None
     inner: tuple[CallReport, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,8 +213,10 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        if self.gathered is not None and self.gathered[0]:
-            lines.append(f"  parameters gathered: {self.gathered[0]:,} bytes in {self.gathered[1]:.3f} s")
+        if self.gathered is not None and any(self.gathered[::2]):  # else a user has gathered them
+            nbytes, seconds, in_passes = self.gathered
+            how = f"in each pass: {in_passes}" if in_passes else f"{nbytes:,} bytes in {seconds:.3f} s"
+            lines.append(f"  parameters gathered: {how}")
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes

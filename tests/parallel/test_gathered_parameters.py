@@ -24,6 +24,7 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 
 from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, scenario
@@ -168,17 +169,42 @@ def kept_prompts(models: Models) -> Any:
 
 
 @scenario
-def memory_of_one_rank(models: Models) -> Any:
-    """It is too little on one: all run stock, in step though their prompts are of other lengths."""
+def layer_by_layer(models: Models) -> Any:
+    """Memory is short on one rank: passes of all gather, as many on each whatever prompts, chunks and ends it has."""
+    alone, ids = models.alone["llama"], prompt_of(models)
+    model, seen = fsdp_2(alone), []
+    short = mock.Mock(side_effect=DoesNotFit("memory is short") if models.rank else None)
+    with fd.enabled(model, max_prefill_tokens=30 if models.rank else 1000), patched_room(short):
+        seen.append(draw(model, models.rank, ids, **SAMPLES) == draw(alone, models.rank, ids, **SAMPLES))
+        seen.append((fd.explain(model).last_call.path, *fd.explain(model).last_call.gathered))
+        cache = fd.prefill(model, [ids[0, row:-1] for row in range(1 + 3 * models.rank)])
+        seen.append(draw(model, 0, ids, **GREEDY, **{CACHE: cache}) == draw(alone, 0, ids, **GREEDY))
+        if models.rank:
+            with pytest.raises(RuntimeError, match="in a reward"):
+                draw(model, 0, ids, stopping_criteria=[Raising(RuntimeError("in a reward"))], **SAMPLES)
+        else:
+            draw(model, 0, ids, **SAMPLES)
+        fd.enable(model, min_saved_tokens=1 if models.rank else 10_000)
+        seen.append(draw(model, 0, ids, **SAMPLES) == draw(alone, 0, ids, **SAMPLES))
+        seen.append(fd.explain(model).last_call.path)
+    return seen
+
+
+@scenario
+def refused_on_one_rank(models: Models) -> Any:
+    """All run stock, in step though their prompts are of other lengths; `prefill` raises."""
     alone, ids = models.alone["llama"], prompt_of(models)
     model = fsdp_2(alone)
     expected = draw(alone, models.rank, ids, **SAMPLES)
-    short = mock.Mock(side_effect=Unsupported("memory is short") if models.rank else None)
-    with fd.enabled(model), mock.patch.object(parameters, "_check_room", short):
+    with fd.enabled(model), patched_room(mock.Mock(side_effect=Unsupported("it cannot") if models.rank else None)):
         same, why = draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)
-        with pytest.raises(ValueError, match="memory is short"):
+        with pytest.raises(ValueError, match="it cannot"):
             fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
         return [same, why]
+
+
+def patched_room(check: mock.Mock) -> Any:
+    return mock.patch.object(parameters, "_check_room", check)
 
 
 @sees([True, True, True], kernels=True)
@@ -210,22 +236,22 @@ def settings_of_fsdp_2(models: Models) -> Any:
     return seen
 
 
-@sees([[True, "shared", True, True]] * 4)
+@sees([[True, "shared", True, True]] * 5)
 def fsdp_1_around_layers(models: Models) -> Any:
-    """Flat parameters with and without the original ones, in half precision, and those that a user has gathered."""
+    """Flat parameters with and without the original ones, where memory is short, and those that a user gathers."""
     alone, ids, seen = models.alone["llama"], prompt_of(models), []
-    half = copy.deepcopy(alone)
-    half.model.layers.to(HALF)
-    given: list[tuple[PreTrainedModel, dict[str, Any]]] = [(alone, {"use_orig_params": one}) for one in (True, False)]
-    given += [(alone, {"sharding_strategy": ShardingStrategy.NO_SHARD})]
-    for same, options in given:
+    given: list[dict[str, Any]] = [{"use_orig_params": one} for one in (True, False)]
+    expected = draw(alone, 0, ids, **SAMPLES)
+    for options in (*given, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
         model, twin = fsdp_1(alone, **options), fsdp_1(alone, **options)
-        expected = draw(same, 0, ids, **SAMPLES)
         with fd.enabled(model):
             before = place(model)
             found = draw(model, 0, ids, **SAMPLES)
             seen.append([found == expected, fd.explain(model).last_call.path, place(model) == before])
         seen[-1].append(all(map(torch.equal, step(model, models), step(twin, models))))
+    with fd.enabled(model := fsdp_1(alone)), patched_room(mock.Mock(side_effect=DoesNotFit("short"))):
+        found = draw(model, 0, ids, **SAMPLES)
+        seen.append([found == expected, fd.explain(model).last_call.path, True, True])
     with fd.enabled(model := fsdp_1(alone)), FullyShardedDataParallel.summon_full_params(model, writeback=False):
         found = draw(model, 0, ids, **SAMPLES)
         seen.append([found == expected, fd.explain(model).last_call.path, True, True])
@@ -256,12 +282,24 @@ def test_rollouts_are_those_of_one_process(seen):
     assert values_of == [[[[True, path, True, True]], []] for path in ("stock", "shared")]
 
 
+def test_passes_of_all_gather_where_memory_of_one_is_short(seen):
+    own = [one.value for one in seen["layer_by_layer"]]
+    assert [one.error for one in seen["layer_by_layer"]] == ["", ""], seen["layer_by_layer"][0].trace
+    assert [one[0] for one in own] == [one[2] for one in own] == [one[3] for one in own] == [True, True]
+    assert (
+        own[0][1]
+        == "Gathered(nbytes=0, seconds=0.0, in_passes='on rank 1, memory does not hold all of its parameters')"
+    )
+    assert "on rank 1, memory is short" in own[1][1]
+    assert [one[4] for one in own] == ["stock", "shared"]
+
+
 def test_all_run_stock_where_one_cannot_gather(seen):
-    assert [one.error for one in seen["memory_of_one_rank"]] == ["", ""], seen["memory_of_one_rank"][0].trace
-    of_one, of_other = (one.value for one in seen["memory_of_one_rank"])
-    assert of_one[0] and of_other[0]
-    assert "on rank 1, memory is short" in of_one[1]
-    assert "memory is short" in of_other[1]
+    (same, why), (other_same, other_why) = (one.value for one in seen["refused_on_one_rank"])
+    assert same
+    assert other_same
+    assert "on rank 1, it cannot" in why
+    assert "it cannot" in other_why
 
 
 test_what_processes_see = sights(__name__)

@@ -33,6 +33,10 @@ MOST_OF_FREE: Final = 0.8
 """Share of a device's free memory that gathered parameters may take; keys and values need the rest."""
 
 
+class DoesNotFit(Unsupported):
+    """A device's memory does not hold the whole parameters."""
+
+
 class Gathering(ABC):
     """A library that divides the parameters of one model, and gathers them in each pass.
 
@@ -48,7 +52,7 @@ class Gathering(ABC):
         remedy: What else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
         device: Where passes run, and parameters are gathered.
-        refused: Why the latest call did not gather.
+        refused: Why calls run stock while passes gather; None in one whose passes may.
     """
 
     what: ClassVar[str]
@@ -56,7 +60,7 @@ class Gathering(ABC):
 
     def __init__(self, units: tuple[Any, ...]):
         self.units = units
-        self.refused = Unsupported(self.what, self.remedy)
+        self.refused: Unsupported | None = Unsupported(self.what, self.remedy)
 
     @classmethod
     @abstractmethod
@@ -81,7 +85,8 @@ class Gathering(ABC):
         """Prepare the memory of a call, without communication.
 
         Raises:
-            Unsupported: Parameters cannot be gathered as they are divided, or memory does not hold them.
+            DoesNotFit: Memory does not hold them.
+            Unsupported: Parameters cannot be gathered as they are divided.
             torch.OutOfMemoryError: Memory ran out.
         """
 
@@ -212,15 +217,15 @@ class _Whole:
 
 
 def _check_room(nbytes: int, device: torch.device) -> None:
-    """Raise `Unsupported` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
+    """Raise `DoesNotFit` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
     if device.type != "cuda":
         return
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     if nbytes > MOST_OF_FREE * free:
-        raise Unsupported(
+        raise DoesNotFit(
             f"all of its parameters take {nbytes / 2**30:.1f} GiB, more than {MOST_OF_FREE:.0%} of the "
-            f"{free / 2**30:.1f} GiB that are free on {device}, so that each pass gathers them"
+            f"{free / 2**30:.1f} GiB that are free on {device}"
         )
 
 
