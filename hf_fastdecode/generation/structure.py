@@ -117,9 +117,12 @@ class Structure:
 
     @cached_property
     def fused(self) -> FusedModules | None:
-        """Modules that run as kernels; None where they would not run: on other devices, or in other dtypes."""
+        """Modules that run as kernels, which read parameters of their parts.
+
+        None where they would not run: on other devices, in other dtypes, and where parts must be called for them.
+        """
         half = self._model.dtype in (torch.float16, torch.bfloat16)
-        if not half or self._model.device.type != "cuda":
+        if not half or self._model.device.type != "cuda" or ((of := self.gathering) is not None and of.by_module):
             return None
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)

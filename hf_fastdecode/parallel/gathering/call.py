@@ -154,8 +154,11 @@ def _reserve(gathering: Gathering) -> str:
 
 
 def _may_step(model: PreTrainedModel, gathering: Gathering) -> bool:
-    """Whether passes over one token run all of a model's layers, where its parameters are: those of text alone."""
-    parts = {"vision_config", "audio_config", "encoder_config"}
+    """Whether passes over one token run all of a model's layers, where its parameters are: those of text alone.
+
+    Attention to latents reads parameters of a projection that it does not call.
+    """
+    parts = {"vision_config", "audio_config", "encoder_config", *(["kv_lora_rank"] if gathering.by_module else [])}
     of_text = not model.config.is_encoder_decoder and parts.isdisjoint(vars(model.config))
     return of_text and all(parameter.device == gathering.device for parameter in model.parameters())
 
