@@ -5,6 +5,8 @@ One model of each kind; `make test-architectures` compares all of them.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
@@ -13,9 +15,10 @@ import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.layers.cross import ENCODER_OUTPUTS, EncodedInputs
 from hf_fastdecode.cache.shared import cache_bytes
+from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.inputs.distinct import encode_distinct
 from hf_fastdecode.generation.steps.modes import EagerSteps
-from hf_fastdecode.generation.structure import Gathering, Structure
+from hf_fastdecode.generation.structure import Structure
 
 from ..architectures.classes import tiny_model_of
 from ..module_calls import before_calls
@@ -174,7 +177,7 @@ def test_inputs_with_one_number_each():
 
 def test_encoders_whose_passes_gather_parameters(model, monkeypatch):
     """All processes run as many passes, whatever inputs each of them has."""
-    monkeypatch.setattr(Structure, "gathering", Gathering("as if", "none"))
+    monkeypatch.setattr(Structure, "gathering", SimpleNamespace(refused=Unsupported("as if")))
     repeated, rows = {name: one.repeat_interleave(2, 0) for name, one in inputs(model).items()}, []
     count = len(repeated["input_ids"])
     with (

@@ -196,7 +196,6 @@ def meshes_of_two_dimensions(models: Models) -> Any:
     ("name", "why"),
     [
         ("several_devices", "it is on several devices (cpu, meta), and each process divides contexts on one"),
-        ("gathered_parameters", "FSDP 2 divides its parameters between processes, and each pass gathers them"),
         ("split_heads", "its attention heads are split between the 2 processes that would divide contexts"),
     ],
 )
@@ -204,6 +203,12 @@ def test_models_that_run_stock(seen, name, why):
     same, path = same_value(seen, name)
     assert same
     assert path.startswith(f"stock: {why}")
+
+
+def test_contexts_are_divided_beside_parameters_that_are_gathered(seen):
+    same, path = same_value(seen, "gathered_parameters")
+    assert same
+    assert path.startswith("shared: ")
 
 
 def test_windows_that_hide_tokens_are_refused(seen):
