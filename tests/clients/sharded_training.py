@@ -249,7 +249,7 @@ def check_sampling_model(case: Case, model: PreTrainedModel, stages: list[dict[s
             for _ in range(2):
                 assert draw(one) == seen[-1]
                 known.append(sum(fd.explain(one).last_call.known_tokens or ()))
-            assert known[0] == 0 < known[1] + (case.model == "qwen3_5"), known  # whose states are not kept
+            assert known[0] == 0 < known[1] + (case.model == "qwen3_5"), known  # of whose layers some have states
     assert seen[0] != seen[1]
 
 

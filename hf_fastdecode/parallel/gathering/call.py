@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...errors import Unsupported, one_line
-from ..ranks import Together
+from ..ranks import Together, in_several_processes
 from ..watchdog import watchdog_of
 from .fsdp import Fsdp1, Fsdp2
 from .parameters import DoesNotFit, Gathering
@@ -52,7 +52,7 @@ class KeptGathering:
         """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered."""
         if not _has_group():
             return None
-        for kind in _KINDS:
+        for kind in _KINDS if in_several_processes() else (Zero3,):  # whose hooks one process runs too
             if units := kind.find(modules):
                 kept = self._kept
                 if kept is None or type(kept) is not kind or not _same(kept.units, units):
