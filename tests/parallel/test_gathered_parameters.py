@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,12 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     FullyShardedDataParallel,
+    MixedPrecision,
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
 )
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, StoppingCriteria
 
@@ -28,7 +31,7 @@ from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 
 from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, SAMPLING, capturing, draw, reason, sees, sights
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights
 
 SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
 HALF = torch.bfloat16
@@ -256,6 +259,26 @@ def fsdp_1_around_layers(models: Models) -> Any:
         found = draw(model, 0, ids, **SAMPLES)
         seen.append([found == expected, fd.explain(model).last_call.path, True, True])
     return seen
+
+
+@sees([True, "shared", True])
+def fsdp_1_as_in_trl(models: Models) -> Any:
+    """Around layers and the model, whose parameters are gathered before the call; mixed precision, and tied ones."""
+    alone, ids = tiny_model("qwen3", tie_word_embeddings=True), prompt_of(models).remainder(90)
+    policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={type(alone.model.layers[0])})
+    options = {"auto_wrap_policy": policy, "mixed_precision": MixedPrecision(HALF), "use_orig_params": True}
+    outer, twin = (FullyShardedDataParallel(copy.deepcopy(alone), device_id="cpu", **options) for _ in range(2))
+    step(outer, models), step(twin, models)
+    with FullyShardedDataParallel.summon_full_params(twin, writeback=False):
+        for mine, theirs in zip(alone.parameters(), twin.parameters(), strict=True):
+            mine.data.copy_(theirs)
+    with fd.enabled(alone.to(HALF)), fd.enabled(inner := outer.module):
+        expected = draw(alone, 0, ids, **GREEDY, num_return_sequences=1)
+        with FullyShardedDataParallel.summon_full_params(outer, recurse=False):
+            same = draw(inner, 0, ids, **GREEDY, num_return_sequences=1) == expected
+            draw(inner, 0, PROMPTS.remainder(90), **GREEDY)
+        path = fd.explain(inner).last_call.path
+    return [same, path, all(map(torch.equal, step(outer, models), step(twin, models)))]
 
 
 @sees([[True, "shared"], [True, "shared"]])

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
+from ..._compat import (
+    all_gather_vectors,
+    fsdp2_groups,
+    fsdp2_state,
+    fsdp2_states_of_root,
+    fsdp2_stays_gathered,
+    is_fsdp2,
+)
 from ...errors import Unsupported
 from ...hook_roles import defining_module
 from .parameters import GatheredByParts, Part, Place, Swaps
@@ -83,13 +90,18 @@ class Fsdp2(GatheredByParts):
         info = parameter._module_info
         names = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
+        def fill(whole: Tensor) -> None:
+            all_gather_vectors(whole, parameter.all_gather_inputs[0], self.group)
+
         def place(whole: Tensor) -> list[Place]:
             view = whole.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)
             return [Place(names, view, parameter.sharded_param)]
 
         numel = parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
         dtype = parameter.param_dtype or parameter.orig_dtype
-        return Part(lambda: parameter.all_gather_inputs[0], numel, dtype, place)
+        return Part(
+            lambda whole: all_gather_vectors(whole, parameter.all_gather_inputs[0], self.group), numel, dtype, place
+        )
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
@@ -112,7 +124,8 @@ class Fsdp1(GatheredByParts):
     """FSDP 1, whose wrappers around modules each have one flat parameter.
 
     In the call, the modules are in the places of their wrappers. What a user has gathered by `summon_full_params` is
-    not gathered again.
+    not gathered again. That has full precision; with mixed precision, where each wrapper casts what its module is
+    given, parameters outside of them are cast instead, as those of the model around them in TRL.
     """
 
     what = "FSDP 1 divides its parameters between processes, and each pass gathers them"
@@ -129,16 +142,18 @@ class Fsdp1(GatheredByParts):
         wrappers = [module for module in modules if isinstance(module, FullyShardedDataParallel)]
         if all(wrapper.sharding_strategy is ShardingStrategy.NO_SHARD for wrapper in wrappers):
             return ()
-        return tuple(
+        within = {module for wrapper in wrappers for module in wrapper.modules()}
+        places = [
             (parent, name, child)
             for parent in modules
             for name, child in parent._modules.items()
             if isinstance(child, FullyShardedDataParallel)
-        )
+        ]
+        return (*places, *((one, "", None) for one in modules if one._parameters and one not in within))
 
     @cached_property
     def _handles(self) -> list[Any]:
-        return [wrapper._handle for _, _, wrapper in self.units if wrapper._handle is not None]
+        return [one._handle for _, _, one in self.units if one is not None and one._handle is not None]
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -162,16 +177,40 @@ class Fsdp1(GatheredByParts):
             flat = handle.flat_param
             shard = getattr(flat, "_local_shard", flat.data)  # the latter before the first pass
             dtype = handle._fwd_bwd_param_dtype
-            send = partial(shard.to, handle.device, dtype, non_blocking=True)
-            found.append(Part(send, shard.numel() * handle.world_size, dtype, partial(_flat_places, handle)))
-        return found
+            fill = partial(_gather_flat, handle, shard)
+            found.append(Part(fill, shard.numel() * handle.world_size, dtype, partial(_flat_places, handle)))
+        return found + self._casts()
+
+    def _casts(self) -> list[Part]:
+        """Parts of the parameters outside of wrappers that have another dtype than those within, tied ones once."""
+        dtypes = {one._fwd_bwd_param_dtype for one in self._handles if one._uses_param_mixed_precision}
+        if len(dtypes) != 1:
+            return []
+        dtype, names = dtypes.pop(), dict[Tensor, list[tuple[nn.Module, str]]]()
+        for module, _, wrapper in self.units:
+            for name, parameter in module._parameters.items() if wrapper is None else ():
+                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                    names.setdefault(parameter, []).append((module, name))
+        return [_cast(parameter, dtype, where) for parameter, where in names.items()]
 
     def put(self, swaps: Swaps) -> None:
         for parent, name, wrapper in self.units:
-            inner = wrapper._fsdp_wrapped_module
-            swaps.put(parent._modules, name, inner)
-            if "_flat_param" in inner._parameters:
-                swaps.take(inner._parameters, "_flat_param")
+            if wrapper is not None:
+                inner = wrapper._fsdp_wrapped_module
+                swaps.put(parent._modules, name, inner)
+                if "_flat_param" in inner._parameters:
+                    swaps.take(inner._parameters, "_flat_param")
+
+
+def _cast(parameter: Tensor, dtype: torch.dtype, names: list[tuple[nn.Module, str]]) -> Part:
+    def fill(whole: Tensor) -> None:
+        whole.view(parameter.shape).copy_(parameter)
+
+    return Part(fill, parameter.numel(), dtype, lambda whole: [Place(names, whole.view(parameter.shape), parameter)])
+
+
+def _gather_flat(handle: Any, shard: Tensor, whole: Tensor) -> None:
+    all_gather_vectors(whole, shard.to(handle.device, whole.dtype, non_blocking=True), handle.process_group)
 
 
 def _flat_places(handle: Any, whole: Tensor) -> list[Place]:

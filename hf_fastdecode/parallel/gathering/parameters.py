@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from ..._compat import STORED, all_gather_vectors
+from ..._compat import STORED
 from ...errors import Unsupported
 from .memory import Memory, memory_on
 
@@ -104,16 +104,16 @@ class Gathering(ABC):
 
 @dataclass
 class Part:
-    """Parameters that are gathered by one collective.
+    """Parameters whose whole values are made at once, mostly by one collective.
 
     Attributes:
-        send: This process's part, a vector on the device in the dtype of passes; all processes' are as long.
-        numel: Elements of all parts together.
+        fill: Writes all of them, and padding, to a vector on the device.
+        numel: The vector's elements.
         dtype: That of passes.
         place: Where views of the whole vector go.
     """
 
-    send: Callable[[], Tensor]
+    fill: Callable[[Tensor], None]
     numel: int
     dtype: torch.dtype
     place: Callable[[Tensor], Sequence[Place]]
@@ -186,7 +186,7 @@ class GatheredByParts(Gathering):
         try:
             with torch.no_grad():
                 for part, whole in zip(self._parts, self._made, strict=True):
-                    all_gather_vectors(whole.vector, part.send(), self.group)
+                    part.fill(whole.vector)
                     whole.register(part, swaps)
             self.put(swaps)
             yield
