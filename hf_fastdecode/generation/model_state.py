@@ -8,7 +8,6 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,7 +73,7 @@ class ModelState:
 
     def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float, str] | None]:
         """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""
-        return self.structure.gathering.call(model, partial(modules_of, model), self.options.peer_timeout)
+        return self.structure.gathered(model, self.options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # overrides are not pickled: the model loads as before `enable`
