@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from ..._compat import zero_init_of
+from ..._compat import all_gather_vectors, zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
 from .parameters import GatheredByParts, Part, Place, Swaps
@@ -23,9 +22,9 @@ if TYPE_CHECKING:
 class Zero3(GatheredByParts):
     """ZeRO-3, whose processes have equal parts of each flat parameter, the last of them padded.
 
-    Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are gathered
-    with the others. Where a user has gathered all, as TRL does, they are left as they are. The hook that TRL leaves
-    then is taken off too: it communicates in passes, of which each process has its own number.
+    Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are copied.
+    Where a user has gathered all, as TRL does, they are left as they are. The hook that TRL leaves then is taken off
+    too: it communicates in passes, of which each process has its own number.
     """
 
     by_module = True
@@ -82,7 +81,7 @@ class Zero3(GatheredByParts):
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
 
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
-        return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
+        return Part(partial(_fill, parameter), numel, stored.dtype, place)
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
@@ -96,14 +95,14 @@ def _status(parameter: Any) -> str | None:
     return None if status is None else status.name
 
 
-def _send(parameter: Any, device: torch.device) -> Tensor:
-    """This process's part, in the values that ZeRO-3 would send, which autocast may round."""
-    part, length = parameter.ds_tensor, parameter.ds_tensor.ds_numel
+def _fill(parameter: Any, whole: Tensor) -> None:
+    """Write the values that ZeRO-3 would gather, which autocast may round."""
     if _status(parameter) == "AVAILABLE":
-        part = parameter.data.view(-1)[length * parameter.ds_zero_partition_rank :][:length]
-        part = pad(part, (0, length - len(part)))
-    sent: Tensor = part.to(device, non_blocking=True)
-    return sent.to(getattr(parameter, "comm_dtype", sent.dtype)).to(sent.dtype)
+        whole[: parameter.ds_numel].copy_(parameter.data.view(-1))
+    else:
+        part = parameter.ds_tensor.to(whole.device, non_blocking=True)
+        part = part.to(getattr(parameter, "comm_dtype", part.dtype)).to(part.dtype)
+        all_gather_vectors(whole, part, parameter.ds_process_group)
 
 
 def _hooks(module: nn.Module) -> list[tuple[dict[int, Callable[..., Any]], int]]:
