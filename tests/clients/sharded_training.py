@@ -268,16 +268,12 @@ def compare(case: Case) -> None:
         assert expected["reward"] == found["reward"], (expected, found)
     expected, found = stock.stages[-1], enabled.stages[-1]
     assert expected.keys() == found.keys() == stock.stages[0].keys()
-    apart = {name: _apart(value, found[name]) for name, value in expected.items()}
+    apart = {name: (value - found[name]).abs().max().item() for name, value in expected.items()}
     assert max(apart.values()) <= 1e-5, max(apart.items(), key=lambda item: item[1])
     assert any(step["grad_norm"] > 1e-3 for step in stock.metrics), stock.metrics
     assert all(one.startswith("shared: ") for one in enabled.calls), enabled.calls
     for merged in {False, case.lora}:
         check_sampling_model(case, model, enabled.stages, merged=merged)
-
-
-def _apart(expected: Tensor, found: Tensor) -> float:
-    return ((expected - found).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
 
 
 def reward_fails(case: Case) -> None:
