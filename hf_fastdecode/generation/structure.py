@@ -117,12 +117,13 @@ class Structure:
 
     @cached_property
     def fused(self) -> FusedModules | None:
-        """Modules that run as kernels, which read parameters of their parts.
+        """Modules that run as kernels.
 
-        None where they would not run: on other devices, in other dtypes, and where parts must be called for them.
+        None where they would not run: on other devices, in other dtypes, and where passes gather parameters, which
+        modules alone have that are called, and none has now.
         """
         half = self._model.dtype in (torch.float16, torch.bfloat16)
-        if not half or self._model.device.type != "cuda" or ((of := self.gathering) is not None and of.by_module):
+        if not half or self._model.device.type != "cuda" or self.gathering is not None:
             return None
         found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
         return FusedModules(self._model, self.walk.modules, found)

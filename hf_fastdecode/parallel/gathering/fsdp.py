@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..._compat import (
-    all_gather_vectors,
     fsdp2_groups,
     fsdp2_state,
     fsdp2_states_of_root,
@@ -90,18 +89,13 @@ class Fsdp2(GatheredByParts):
         info = parameter._module_info
         names = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
-        def fill(whole: Tensor) -> None:
-            all_gather_vectors(whole, parameter.all_gather_inputs[0], self.group)
-
         def place(whole: Tensor) -> list[Place]:
             view = whole.as_strided(parameter._orig_size, parameter._contiguous_orig_stride)
             return [Place(names, view, parameter.sharded_param)]
 
         numel = parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
         dtype = parameter.param_dtype or parameter.orig_dtype
-        return Part(
-            lambda whole: all_gather_vectors(whole, parameter.all_gather_inputs[0], self.group), numel, dtype, place
-        )
+        return Part(lambda: parameter.all_gather_inputs[0], numel, dtype, place)
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
@@ -177,8 +171,8 @@ class Fsdp1(GatheredByParts):
             flat = handle.flat_param
             shard = getattr(flat, "_local_shard", flat.data)  # the latter before the first pass
             dtype = handle._fwd_bwd_param_dtype
-            fill = partial(_gather_flat, handle, shard)
-            found.append(Part(fill, shard.numel() * handle.world_size, dtype, partial(_flat_places, handle)))
+            send = partial(shard.to, handle.device, dtype, non_blocking=True)
+            found.append(Part(send, shard.numel() * handle.world_size, dtype, partial(_flat_places, handle)))
         return found + self._casts()
 
     def _casts(self) -> list[Part]:
@@ -203,14 +197,10 @@ class Fsdp1(GatheredByParts):
 
 
 def _cast(parameter: Tensor, dtype: torch.dtype, names: list[tuple[nn.Module, str]]) -> Part:
-    def fill(whole: Tensor) -> None:
-        whole.view(parameter.shape).copy_(parameter)
+    def place(whole: Tensor) -> list[Place]:
+        return [Place(names, whole.view(parameter.shape), parameter)]
 
-    return Part(fill, parameter.numel(), dtype, lambda whole: [Place(names, whole.view(parameter.shape), parameter)])
-
-
-def _gather_flat(handle: Any, shard: Tensor, whole: Tensor) -> None:
-    all_gather_vectors(whole, shard.to(handle.device, whole.dtype, non_blocking=True), handle.process_group)
+    return Part(lambda: parameter.view(-1), parameter.numel(), dtype, place, is_whole=True)
 
 
 def _flat_places(handle: Any, whole: Tensor) -> list[Place]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 from torch import Tensor, nn
 
-from ..._compat import STORED
+from ..._compat import STORED, all_gather_vectors
 from ...errors import Unsupported
 from .memory import Memory, memory_on
 
@@ -104,19 +104,21 @@ class Gathering(ABC):
 
 @dataclass
 class Part:
-    """Parameters whose whole values are made at once, mostly by one collective.
+    """Parameters that are gathered by one collective.
 
     Attributes:
-        fill: Writes all of them, and padding, to a vector on the device.
-        numel: The vector's elements.
+        send: This process's part, a vector on the device in the dtype of passes; all processes' are as long.
+        numel: Elements of all parts together.
         dtype: That of passes.
         place: Where views of the whole vector go.
+        is_whole: Whether this process has all of them, in other memory or another dtype, so that they are copied.
     """
 
-    fill: Callable[[Tensor], None]
+    send: Callable[[], Tensor]
     numel: int
     dtype: torch.dtype
     place: Callable[[Tensor], Sequence[Place]]
+    is_whole: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +188,10 @@ class GatheredByParts(Gathering):
         try:
             with torch.no_grad():
                 for part, whole in zip(self._parts, self._made, strict=True):
-                    part.fill(whole.vector)
+                    if part.is_whole:
+                        whole.vector.copy_(part.send())
+                    else:
+                        all_gather_vectors(whole.vector, part.send(), self.group)
                     whole.register(part, swaps)
             self.put(swaps)
             yield

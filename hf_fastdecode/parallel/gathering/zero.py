@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import all_gather_vectors, zero_init_of
+from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
 from .parameters import GatheredByParts, Part, Place, Swaps
@@ -80,8 +80,10 @@ class Zero3(GatheredByParts):
         def place(whole: Tensor) -> list[Place]:
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
 
+        if _status(parameter) == "AVAILABLE":
+            return Part(lambda: parameter.data.view(-1), parameter.ds_numel, stored.dtype, place, is_whole=True)
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
-        return Part(partial(_fill, parameter), numel, stored.dtype, place)
+        return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
@@ -95,14 +97,10 @@ def _status(parameter: Any) -> str | None:
     return None if status is None else status.name
 
 
-def _fill(parameter: Any, whole: Tensor) -> None:
-    """Write the values that ZeRO-3 would gather, which autocast may round."""
-    if _status(parameter) == "AVAILABLE":
-        whole[: parameter.ds_numel].copy_(parameter.data.view(-1))
-    else:
-        part = parameter.ds_tensor.to(whole.device, non_blocking=True)
-        part = part.to(getattr(parameter, "comm_dtype", part.dtype)).to(part.dtype)
-        all_gather_vectors(whole, part, parameter.ds_process_group)
+def _send(parameter: Any, device: torch.device) -> Tensor:
+    """This process's part, in the values that ZeRO-3 would send, which autocast may round."""
+    sent: Tensor = parameter.ds_tensor.to(device, non_blocking=True)
+    return sent.to(getattr(parameter, "comm_dtype", sent.dtype)).to(sent.dtype)
 
 
 def _hooks(module: nn.Module) -> list[tuple[dict[int, Callable[..., Any]], int]]:
