@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..attention.overrides import RowLengths, active
 from ..cache.layout import ModelLayout
 from ..errors import Unsupported
-from ..parallel.gathering.call import Gathered, KeptGathering
+from ..parallel.gathering.call import KeptGathering
 from ..parallel.gathering.parameters import Gathering
 from ..parallel.ranks import (
     ALONE,
@@ -211,8 +211,9 @@ class KeptStructure:
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
 
-    def gathered(self, model: PreTrainedModel, options: Options) -> AbstractContextManager[Gathered | None]:
-        """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""
+    def gathered(
+        self, model: PreTrainedModel, options: Options
+    ) -> AbstractContextManager[tuple[int, float, str] | None]:
         return self.gathering.call(model, partial(modules_of, model), options.peer_timeout)
 
     def of(self, model: PreTrainedModel, options: Options) -> Structure:
