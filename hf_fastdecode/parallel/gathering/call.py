@@ -50,8 +50,6 @@ class KeptGathering:
 
     def of(self, modules: Sequence[nn.Module]) -> Gathering | None:
         """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered."""
-        if not _has_group():
-            return None
         for kind in _KINDS if in_several_processes() else (Zero3,):  # whose hooks one process runs too
             if units := kind.find(modules):
                 kept = self._kept

@@ -29,7 +29,10 @@ class Zero3(GatheredByParts):
 
     by_module = True
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
-    remedy = "gather them for the call with deepspeed.zero.GatheredParameters, as TRL does by default"
+    remedy = (
+        "gather them for the call with deepspeed.zero.GatheredParameters, as TRL does by default "
+        "(ds3_gather_for_generation=True)"
+    )
 
     @classmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
