@@ -172,21 +172,24 @@ def _convolve_tokens(
 ) -> Any:
     """``causal_conv1d_fn``: ``[rows, channels, tokens]``, of which each token's channels lie together."""
     rows, _, tokens = hidden_states.shape
-    if (segments := kwargs.get("segments")) is not None:
-        x, starts, length = hidden_states[0].mT, segments.starts, segments.length or weight.shape[-1]
-        given, silu = (x, starts, segments.conv, weight.contiguous(), bias), activation is not None
-        out, segments.conv_after = scans.convolve(*given, silu=silu, length=length)
-        return out.mT[None]
+    segments = kwargs.get("segments")
     dtypes = {one.dtype for one in (hidden_states, weight, bias) if one is not None}
     packed = any(kwargs.get(name) is not None for name in ("seq_idx", *_PACKED))
     if not packed and len(dtypes) == 1 and activation in (None, "silu", "swish"):
+        given, silu = (weight.contiguous(), bias), activation is not None
         try:
+            if segments is not None:
+                x, length = hidden_states[0].mT, segments.length or weight.shape[-1]
+                of_segments = x, segments.starts, segments.conv, *given
+                out, segments.conv_after = scans.convolve(*of_segments, silu=silu, length=length)
+                return out.mT[None]
             x, starts = hidden_states.mT.flatten(0, 1), _starts(rows, tokens, hidden_states.device)
-            silu, length = activation is not None, weight.shape[-1] - 1
-            out, _ = scans.convolve(x, starts, None, weight.contiguous(), bias, silu=silu, length=length)
+            out, _ = scans.convolve(x, starts, None, *given, silu=silu, length=weight.shape[-1] - 1)
             return out.unflatten(0, (rows, tokens)).mT
         except (ValueError, KernelFailedError):
             pass
+    if segments is not None:
+        raise ValueError("the kernel takes no segments like these")
     return own(hidden_states, weight, bias, activation=activation, **kwargs)
 
 
