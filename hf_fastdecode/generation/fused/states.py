@@ -430,13 +430,15 @@ def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) 
         or layer.record_past
     ):
         return other(*args, **kwargs)
-    starts = _starts_of_pass(layer, hidden)
+    if isinstance(layer, StateLayer):
+        layer.begin_segments()
     resumed = cache.has_previous_state(module.layer_idx, 0)
     if {module.conv1d.weight.dtype, layer.conv_states[0].dtype if resumed else hidden.dtype} != {hidden.dtype}:
         return other(*args, **kwargs)
     try:
         if hidden.shape[1] > 1 or not resumed:
             hidden = hidden if mask is None else (hidden * mask[:, :, None]).to(hidden.dtype)
+            starts = _starts_of_pass(layer, hidden)
             return _run_tokens(module, hidden, cache, starts, scans.convolve, scans.delta_rule)
         if mask is None:
             return _step(module, hidden, *_held(layer), convolve, _delta_rule_or_reference)
@@ -446,8 +448,8 @@ def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _starts_of_pass(layer: LinearAttentionLayer, x: Tensor) -> Tensor:
-    """Where segments begin: prompts that are packed in one row, whose states the layer then has, or else rows."""
-    if isinstance(layer, StateLayer) and layer.begin_segments():
+    """Where segments begin: prompts that are packed in one row, or else rows."""
+    if isinstance(layer, StateLayer) and layer.state.current.segments:
         return layer.state.current.starts(x.device)
     return _starts(len(x), x.shape[1], x.device)
 
@@ -468,10 +470,10 @@ def _run_tokens(module: Any, x: Tensor, cache: Any, starts: Tensor, convolve: An
         one.unflatten(1, (-1, width)) for one, width in zip((query, key, value), (key_dim, key_dim, module.head_v_dim))
     )
     out, state = delta_rule(query, key, value, decay, beta, starts, state, Gates(module.A_log, module.dt_bias))
-    cache.update_conv_state(conv, index, conv_kernel_size=length)
-    cache.update_recurrent_state(state, index)
     out = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     result: Tensor = module.out_proj(out.view(*x.shape[:2], -1))
+    cache.update_conv_state(conv, index, conv_kernel_size=length)  # last: what fails before has changed nothing
+    cache.update_recurrent_state(state, index)
     return result
 
 
