@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from ..state_steps.kernel import softplus
 from .chunks import CHUNK, product
 
 
@@ -87,12 +88,3 @@ def scan_segments(
         added = number.to(tl.float32) * (step * tl.exp((whole - decay).to(tl.float32)))[:, None]
         state = state * tl.exp(whole.to(tl.float32)) + product(tl.trans(given), added, PARTS)
     tl.store(after + places, state, mask=kept)
-
-
-@triton.jit
-def softplus(x):
-    """``log(1 + exp(x))``, exact for small ones too: the quotient makes up for the rounding of the sum."""
-    power = tl.exp(tl.minimum(x, 20.0))
-    near = 1.0 + power
-    small = tl.where(near == 1.0, power, tl.log(near) * (power / tl.where(near == 1.0, 1.0, near - 1.0)))
-    return tl.where(x > 20.0, x, small)
