@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..._compat import torch_function
+from ..._compat import is_of_package, torch_function
 from ...cache.layers.state import StateLayer
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_scans import api as scans
@@ -91,6 +91,8 @@ def _replacement(module: nn.Module, names: frozenset[str]) -> Callable[..., Any]
 def _take_segments(module: nn.Module, names: frozenset[str]) -> bool:
     """Whether functions with these names are all that convolve and scan, and a layer hands arguments on to them."""
     hands_on = inspect.unwrap(type(module).forward).__code__.co_flags & inspect.CO_VARKEYWORDS
+    if is_of_package(global_named("mamba2_chunk_scan", type(module).forward)):  # which runs, see `scan_tokens`
+        names = names - {"mamba2_chunk_scan"}
     scans_states = "update_recurrent_state" in names_in(type(module))
     return bool(hands_on) and "causal_conv1d_fn" in names and (not scans_states or not _SCANS.isdisjoint(names))
 
