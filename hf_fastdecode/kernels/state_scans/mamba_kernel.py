@@ -65,7 +65,8 @@ def scan_segments(
         at = tl.cast(begin, tl.int64)
         here = begin + along_t < end
         step = tl.load(steps + at * step_token_stride + along_t * step_token_stride, mask=here, other=0.0)
-        step = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), least), most)
+        step = tl.maximum(softplus(step.to(tl.float32) + bias), least, propagate_nan=tl.PropagateNan.ALL)
+        step = tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL)
         step = tl.where(here, step, 0.0)
         # Sums of decays in two parts: their differences are as exact as sums of the decays between.
         decay = (step * rate).to(tl.float64)

@@ -172,4 +172,4 @@ def softplus(x):
     power = tl.exp(tl.minimum(x, 20.0))
     near = 1.0 + power
     small = tl.where(near == 1.0, power, tl.log(near) * (power / tl.where(near == 1.0, 1.0, near - 1.0)))
-    return tl.where(x > 20.0, x, small)
+    return tl.where(x <= 20.0, small, x)  # NaN too
