@@ -305,7 +305,10 @@ def _outputs(projection: Any, *, whole: bool) -> int:
 
 def part_here(projection: Any, *, whole: bool) -> tuple[int, int]:
     """How many of a projection's outputs this process has, and of how many; as many but with tensor parallelism."""
-    weight = getattr(projection, "weight", None)
+    while isinstance(beneath := getattr(projection, "base_layer", None), nn.Module):  # an adapter
+        projection = beneath
+    # By ZeRO-3, attributes are gathered in passes of an engine: by one process alone, the others would wait.
+    weight = getattr(projection, "_parameters", {}).get("weight")
     if whole or not isinstance(weight, Tensor) or (local := local_part(weight)) is weight:
         return 1, 1
     return local.shape[0], weight.shape[0]

@@ -1,5 +1,7 @@
 """What each layer of a model stores: layouts of configs and of models, beside what transformers' own caches hold."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -34,6 +36,19 @@ def test_stores_are_what_caches_hold(name):
         assert layer.values.shape[1:] == (store.kv_heads, tokens, store.value_dim)
     heads = model.config.num_attention_heads if name != "laguna" else None
     assert all(store.query_heads == (heads or store.query_heads) for _, store in found)
+
+
+class Divided(OrderedDict):
+    def __getitem__(self, name):
+        raise AssertionError(f"all processes would gather {name}")
+
+
+def test_no_parameter_is_read_as_an_attribute():
+    """ZeRO-3 gathers it then, within passes, on this process alone."""
+    model = tiny_model("qwen3")
+    for module in model.modules():
+        module._parameters = Divided(module._parameters)
+    assert ModelLayout.of(model).layers == ModelLayout.from_config(model.config).layers
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

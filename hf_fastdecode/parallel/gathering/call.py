@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...errors import Unsupported, one_line
+from ...errors import PassFailedError, Unsupported, one_line
 from ..ranks import Together, in_several_processes
 from ..watchdog import watchdog_of
 from .fsdp import Fsdp1, Fsdp2
@@ -173,6 +173,8 @@ def _in_step(model: nn.Module, ranks: Together, device: torch.device, timeout: f
 
     def before(*_: Any) -> None:
         nonlocal is_running
+        if is_running:  # a pass that failed, after which the caller goes on, as with fewer rows
+            raise PassFailedError("a forward pass failed, as for lack of memory, in which other processes may wait")
         ranks.smallest(0)
         is_running = True
 

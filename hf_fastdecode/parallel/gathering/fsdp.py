@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _FSDP = "torch.distributed.fsdp"
 _IN_PASS = "it is called within a forward or backward pass of FSDP"
+_SEVERAL_DTYPES = "modules have mixed precision of several dtypes, to which FSDP casts their inputs in passes"
 
 
 class Fsdp2(GatheredByParts):
@@ -73,12 +74,13 @@ class Fsdp2(GatheredByParts):
             if getattr(group.mesh_info, "shard_process_group", None) is not self.group:
                 raise Unsupported("FSDP 2 divides its parameters between several groups of processes")
             group.lazy_init()
-            if group.is_unsharded and fsdp2_stays_gathered(group):  # by the user
-                continue
             if group._training_state.name != "IDLE":
                 raise Unsupported(_IN_PASS)
             group.reshard()
             found += [self._part(parameter) for parameter in group.fsdp_params]
+        dtypes = {part.dtype for part in found if part.dtype.is_floating_point}
+        if len(dtypes) > 1 and any(group.mp_policy.param_dtype for group in self._groups):
+            raise Unsupported(_SEVERAL_DTYPES)
         return found
 
     def _part(self, parameter: Any) -> Part:
@@ -178,7 +180,9 @@ class Fsdp1(GatheredByParts):
     def _casts(self) -> list[Part]:
         """Parts of the parameters outside of wrappers that have another dtype than those within, tied ones once."""
         dtypes = {one._fwd_bwd_param_dtype for one in self._handles if one._uses_param_mixed_precision}
-        if len(dtypes) != 1:
+        if len(dtypes) > 1:
+            raise Unsupported(_SEVERAL_DTYPES)
+        if not dtypes:
             return []
         dtype, names = dtypes.pop(), dict[Tensor, list[tuple[nn.Module, str]]]()
         for module, _, wrapper in self.units:
