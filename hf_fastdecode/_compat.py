@@ -252,6 +252,11 @@ def fsdp2_stays_gathered(group: Any) -> bool:
     return bool(group.is_unsharded and not group._reshard_after_forward)
 
 
+def zero_init_of(parameter: Any) -> Any:
+    """What has divided a parameter of ZeRO-3, with its settings, in a closure; for DeepSpeed to make public."""
+    return inspect.getclosurevars(parameter.all_gather).nonlocals["self"]
+
+
 def all_gather_vectors(whole: Tensor, part: Tensor, group: Any) -> None:
     """Write the parts of all processes of a group, in order, to a vector; inline it when torch 2.13 is the oldest."""
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor

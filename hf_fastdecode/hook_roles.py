@@ -14,7 +14,7 @@ class Role(Enum):
 
     IDLE = auto()  # nothing in passes without gradients, or it only records: a captured step may leave it out
     SAFE = auto()  # nothing that depends on rows: it moves tensors, casts them, gathers parameters, measures
-    GATHERS = auto()  # gathers a module's parameters before the module runs, and divides them again after it
+    GATHERS = auto()  # gathers a module's parameters before it runs, divides them again after it, or agrees on them
     WRAPS = auto()  # what the function does that it wraps
     READS_ROWS = auto()  # something that other rows or lengths would change
 
@@ -26,7 +26,6 @@ _ROLES: Final = {
     "deepspeed.runtime.engine:_module_forward_post_hook": Role.IDLE,  # timers
     "deepspeed.runtime.engine:_module_forward_pre_hook": Role.IDLE,  # timers, and casts of positional inputs
     "deepspeed.runtime.zero.parameter_offload": Role.GATHERS,
-    "deepspeed.runtime.zero.parameter_offload:_start_of_forward_hook": Role.SAFE,  # resets a counter
     "deepspeed.utils.nvtx": Role.WRAPS,
     "hf_fastdecode": Role.SAFE,
     "lightning": Role.SAFE,  # profilers, summaries, trackers of calls

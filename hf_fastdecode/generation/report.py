@@ -213,7 +213,7 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        if self.gathered is not None:
+        if self.gathered is not None and any(self.gathered[::2]):  # else a user has gathered them
             nbytes, seconds, in_passes = self.gathered
             how = f"in each pass: {in_passes}" if in_passes else f"{nbytes:,} bytes in {seconds:.3f} s"
             lines.append(f"  parameters gathered: {how}")

@@ -1,4 +1,4 @@
-"""DeepSpeed: an engine's model shares at ZeRO stages 0 to 2, and at stage 3 while TRL has gathered its parameters.
+"""DeepSpeed: an engine's model shares at all ZeRO stages; at stage 3 its parameters are gathered for each call.
 
 Two processes that divide gradients and optimizer share other numbers of tokens in their training steps.
 """
@@ -24,37 +24,99 @@ if os.environ["WORLD_SIZE"] == "2" and os.fork() == 0:
 deepspeed.init_distributed(dist_backend="gloo")
 """
 ROLLOUTS = """
+from unittest import mock
+import pytest
 from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
-from tests.generation.calls import PROMPT, SAMPLING
-from tests.tiny_models import seeded, tiny_model
+from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
+from tests.parallel.scenarios import PROMPT, draw
+from tests.parallel.test_gathered_parameters import SAMPLES, Raising, place
+from tests.tiny_models import tiny_model
 
-def rollout(engine):
-    tokens = seeded(lambda: engine.module.generate(**PROMPT, **SAMPLING)).tolist()
-    call = fd.explain(engine).last_call
-    return tokens, call and f"{call.path}: {call.reason}"
+RANK = torch.distributed.get_rank()
+IDS = PROMPT[:, 7 * RANK :].contiguous()  # of another length on each rank, whose samples end at other steps
+BYTES = 4 * sum(one.numel() for one in tiny_model().parameters())
 
-for stage in range(4):
+def engine_of(stage, **options):
     model = tiny_model()
-    settings = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    settings = {"train_batch_size": torch.distributed.get_world_size(), "train_micro_batch_size_per_gpu": 1}
+    settings |= {"zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 0, **options}}
     settings |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-    stock, _ = rollout(engine)
-    fd.enable(engine, min_saved_tokens=64)
-    tokens, said = rollout(engine)
-    assert tokens == stock
-    assert said.startswith("stock: ZeRO-3 divides its parameters" if stage == 3 else "shared: "), said
-    if stage == 3:
-        with deepspeed.zero.GatheredParameters(engine.parameters()):
-            remove_hooks(engine)
-            tokens, said = rollout(engine)
-            add_hooks(engine)
-        assert tokens == stock
-        assert said.startswith("shared: "), said
-        assert rollout(engine)[1].startswith("stock: ZeRO-3")
-"""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
+def whole(engine):
+    twin = tiny_model()
+    with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+        for mine, theirs in zip(twin.parameters(), engine.parameters(), strict=True):
+            mine.copy_(theirs)
+    return twin
+
+def step(engine):
+    engine.backward(engine(input_ids=IDS, labels=IDS, use_cache=False).loss)
+    engine.step()
+
+def rollout(engine, expected, gathers, path="shared"):
+    before = place(engine.module)
+    assert draw(engine.module, RANK, IDS, **SAMPLES) == expected
+    assert place(engine.module) == before
+    call = fd.explain(engine).last_call
+    assert call.path == path, call
+    assert (call.gathered and call.gathered.nbytes) == gathers, call.gathered
+
+"""
+SEVERAL = """
+expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
+for stage in range(3):
+    engine = engine_of(stage)
+    with fd.enabled(engine, min_saved_tokens=1):
+        rollout(engine, expected, None)
+for threshold in (0, 100):  # below which parameters stay gathered
+    engine, twin = (engine_of(3, stage3_param_persistence_threshold=threshold) for _ in range(2))
+    with fd.enabled(engine, min_saved_tokens=1 if RANK else 10_000):
+        rollout(engine, expected, BYTES, "shared" if RANK else "stock")
+    with fd.enabled(engine, min_saved_tokens=1, reuse_prefix=True):
+        rollout(engine, expected, BYTES)
+        with deepspeed.zero.GatheredParameters(engine.parameters()):
+            rollout(engine, expected, 0)  # with hooks
+            remove_hooks(engine)  # as TRL does, all but one
+            rollout(engine, expected, 0)
+            add_hooks(engine)
+        rollout(engine, expected, BYTES)  # of other tensors than the last
+        rollout(engine, expected, BYTES)
+        assert fd.explain(engine).last_call.known_tokens == (IDS.shape[1],)
+        if RANK:
+            with pytest.raises(KeyboardInterrupt):
+                draw(engine.module, 0, IDS, stopping_criteria=[Raising(KeyboardInterrupt())], **SAMPLES)
+        else:
+            draw(engine.module, 0, IDS, **SAMPLES)
+        step(engine)
+        step(twin)
+        moved = whole(engine)
+        assert all(map(torch.equal, moved.parameters(), whole(twin).parameters()))
+        changed = draw(moved, RANK, IDS, **SAMPLES)
+        assert changed != expected
+        rollout(engine, changed, BYTES)
+        assert fd.explain(engine).last_call.known_tokens in (None, (0,))
+    short = mock.Mock(side_effect=DoesNotFit("memory is short") if RANK else None)
+    with fd.enabled(engine, min_saved_tokens=1), mock.patch.object(parameters, "_check_room", short):
+        assert draw(engine.module, RANK, IDS, **SAMPLES) == changed
+        assert fd.explain(engine).last_call.gathered.in_passes
+        step(engine)
+        step(twin)
+        assert all(map(torch.equal, whole(engine).parameters(), whole(twin).parameters()))
+if RANK == 0:
+    assert os.wait()[1] == 0
+else:
+    os._exit(0)
+"""
+ONE = """
+expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
+engine = engine_of(3, stage3_param_persistence_threshold=0)
+with fd.enabled(engine, min_saved_tokens=1):
+    rollout(engine, expected, BYTES)
+"""
 
 STEPS = """
 from contextlib import nullcontext
@@ -109,7 +171,11 @@ def run_code(code: str, world_size: int) -> None:
 
 
 def test_rollouts_share_at_every_stage():
-    run_code(ROLLOUTS, 1)
+    run_code(ROLLOUTS + SEVERAL, 2)
+
+
+def test_parameters_of_one_process_are_gathered_once():
+    run_code(ROLLOUTS + ONE, 1)
 
 
 def test_steps_of_two_processes_at_stage_2_are_those_of_stock():

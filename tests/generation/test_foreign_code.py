@@ -344,7 +344,7 @@ OF_LIBRARIES = {
         (ENGINE, "check_dataloader_inputs_same_across_ranks"),
         "stock: LlamaForCausalLM has a forward",
     ),
-    "zero-3-gathered": ((ZERO_3, "_start_of_forward_hook", "deepspeed.utils.nvtx"), "shared: "),
+    "zero-3-steps": ((ZERO_3, "_start_of_forward_hook", "deepspeed.utils.nvtx"), "stock: ZeRO-3 divides"),
     "zero-3": (
         (ZERO_3, "_pre_forward_module_hook", "torch._dynamo.eval_frame"),
         "stock: ZeRO-3 divides its parameters",

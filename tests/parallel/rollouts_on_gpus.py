@@ -1,4 +1,4 @@
-"""Rollouts of a model that FSDP 2 divides, for ``torchrun --nproc-per-node 2 -m tests.parallel.rollouts_on_gpus``.
+"""Rollouts of a model that processes divide, for ``torchrun --nproc-per-node 2 -m tests.parallel.rollouts_on_gpus``.
 
 Each process has prompts of its own, of other lengths. Between rollouts all weights change a little, as in training.
 Memory is what the driver has given to the process, with that of gathered parameters.
@@ -10,8 +10,9 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ import torch
 import typer
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.files import write_rows
@@ -30,6 +32,35 @@ from hf_fastdecode.parallel.gathering import parameters
 
 _WAYS = ("ddp", "gathered", "layers", "stock")
 """Whole weights on each GPU and FSDP 2, enabled; the latter as where memory does not hold whole parameters; stock."""
+
+_OF_ZERO = ("zero3", "zero3-gathered", "zero3-stock")
+"""ZeRO-3, enabled, and while TRL has gathered parameters; stock. With DeepSpeed, and TRL, in PYTHONPATH."""
+
+
+def divided(model: PreTrainedModel, way: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Divide a model; returns the context of its rollouts."""
+    if way in _OF_ZERO:
+        import deepspeed
+
+        settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+        engine = deepspeed.initialize(model=model, config=settings)[0]
+        return partial(_gathered_by_trl, engine) if way == "zero3-gathered" else nullcontext
+    if way != "ddp":
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return nullcontext
+
+
+@contextmanager
+def _gathered_by_trl(engine: Any) -> Iterator[None]:
+    import deepspeed
+    from trl.models.utils import add_hooks, remove_hooks
+
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        remove_hooks(engine)
+        yield
+        add_hooks(engine)
 
 
 @contextmanager
@@ -53,7 +84,9 @@ def most_used(device: torch.device) -> Iterator[list[int]]:
 
 def main(
     out: Annotated[Path, typer.Option(help="CSV file of rows to write.")],
-    way: Annotated[list[str] | None, typer.Option(help=f"Repeatable, all by default: {', '.join(_WAYS)}.")] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable: {', '.join(_WAYS)} by default; {', '.join(_OF_ZERO)}.")
+    ] = None,
     shape: Annotated[str, typer.Option(help="A shape of `python -m benchmarks generate`.")] = "qwen3-4b",
     prompts: Annotated[int, typer.Option(help="Prompts of a process.")] = 4,
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 16,
@@ -72,11 +105,8 @@ def main(
     whole_share = parameters.MOST_OF_FREE
     for name in way or _WAYS:
         model = random_model(shape, here, torch.bfloat16)
-        if name != "ddp":
-            for layer in model.model.layers:
-                fully_shard(layer)
-            fully_shard(model)
-        if name != "stock":
+        ready, stock = divided(model, name), name.endswith("stock")
+        if not stock:
             fd.enable(model)
         gc.collect()
         if device == "cuda":
@@ -84,19 +114,20 @@ def main(
         parameters.MOST_OF_FREE = 0.0 if name == "layers" else whole_share
         torch.manual_seed(rank)
         ids = torch.randint(3, model.config.vocab_size, (prompts, length - 7 * rank), device=here)
-        given = {"do_sample": True, "top_k": 0, "num_return_sequences": samples, "synced_gpus": name == "stock"}
+        given = {"do_sample": True, "top_k": 0, "num_return_sequences": samples, "synced_gpus": stock}
         took, gathers, before = [], [0.0], torch.cuda.memory_allocated(here) if device == "cuda" else 0
         with most_used(here) as most:
             for _ in range(rollouts):
                 distributed.barrier()
                 began = time.perf_counter()
-                model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **given)
+                with ready():
+                    model.generate(ids, max_new_tokens=new_tokens, min_new_tokens=new_tokens, **given)
                 took.append(time.perf_counter() - began)
                 if (call := fd.explain(model).last_call) is not None and call.gathered is not None:
                     gathers.append(call.gathered[1])
                 with torch.no_grad():
                     for parameter in model.parameters():
-                        parameter.mul_(1.001)
+                        getattr(parameter, "ds_tensor", parameter).mul_(1.001)
         state, measured = state_of(model), provenance(here)
         row: dict[str, Any] = {"way": name, "shape": shape, "ranks": distributed.get_world_size()}
         row |= {"rows": prompts * samples, "first_s": took[0], "rollout_s": statistics.median(took[1:])}

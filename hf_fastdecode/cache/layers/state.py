@@ -230,23 +230,20 @@ class StateLayer(LayerOfOwnStates):
         self.update_conv_state(segments.conv_after)
         return output
 
-    def begin_segments(self) -> bool:
+    def begin_segments(self) -> None:
         """Give each segment of a packed row the state that it continues, as `begin_rows` gives rows.
 
-        It is for kernels that take all segments at once, from zeros where a path is empty. Returns whether the pass is
-        packed.
+        It is for kernels that take all segments at once, from zeros where a path is empty; no-op in other passes.
         """
         ends = [end_of(item.context) for item in self.state.current.segments]
-        if not ends:
-            return False
-        self.drop_rows()
+        if ends:
+            self.drop_rows()
         if first := next(filter(None, ends), None):
-            zeros = self._copies([first]).each(torch.zeros_like)
-            self._hold(States.joined([zeros if end is None else self._copies([end]) for end in ends]))
-        return True
+            self._hold(self._copies(ends, self._copies([first]).each(torch.zeros_like)))
 
-    def _copies(self, ends: Sequence[End | None]) -> States:
-        known = [None if end is None else self.ends.get(end) for end in ends]
+    def _copies(self, ends: Sequence[End | None], empty: States | None = None) -> States:
+        """The states at these ends, copied; `empty` at those of empty paths."""
+        known = [empty if end is None else self.ends.get(end) for end in ends]
         if None in known:
             raise ValueError(
                 "the state at the end of a row is not known: a cache of this model can be continued where prompts or "

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..._compat import torch_function
+from ..._compat import is_of_package, torch_function
 from ...cache.layers.state import StateLayer
 from ...kernels.failures import KernelFailedError
 from ...kernels.state_scans import api as scans
@@ -91,6 +91,8 @@ def _replacement(module: nn.Module, names: frozenset[str]) -> Callable[..., Any]
 def _take_segments(module: nn.Module, names: frozenset[str]) -> bool:
     """Whether functions with these names are all that convolve and scan, and a layer hands arguments on to them."""
     hands_on = inspect.unwrap(type(module).forward).__code__.co_flags & inspect.CO_VARKEYWORDS
+    if is_of_package(global_named("mamba2_chunk_scan", type(module).forward)):  # which runs, see `scan_tokens`
+        names = names - {"mamba2_chunk_scan"}
     scans_states = "update_recurrent_state" in names_in(type(module))
     return bool(hands_on) and "causal_conv1d_fn" in names and (not scans_states or not _SCANS.isdisjoint(names))
 
@@ -172,21 +174,24 @@ def _convolve_tokens(
 ) -> Any:
     """``causal_conv1d_fn``: ``[rows, channels, tokens]``, of which each token's channels lie together."""
     rows, _, tokens = hidden_states.shape
-    if (segments := kwargs.get("segments")) is not None:
-        x, starts, length = hidden_states[0].mT, segments.starts, segments.length or weight.shape[-1]
-        given, silu = (x, starts, segments.conv, weight.contiguous(), bias), activation is not None
-        out, segments.conv_after = scans.convolve(*given, silu=silu, length=length)
-        return out.mT[None]
+    segments = kwargs.get("segments")
     dtypes = {one.dtype for one in (hidden_states, weight, bias) if one is not None}
     packed = any(kwargs.get(name) is not None for name in ("seq_idx", *_PACKED))
     if not packed and len(dtypes) == 1 and activation in (None, "silu", "swish"):
+        given, silu = (weight.contiguous(), bias), activation is not None
         try:
+            if segments is not None:
+                x, length = hidden_states[0].mT, segments.length or weight.shape[-1]
+                of_segments = x, segments.starts, segments.conv, *given
+                out, segments.conv_after = scans.convolve(*of_segments, silu=silu, length=length)
+                return out.mT[None]
             x, starts = hidden_states.mT.flatten(0, 1), _starts(rows, tokens, hidden_states.device)
-            silu, length = activation is not None, weight.shape[-1] - 1
-            out, _ = scans.convolve(x, starts, None, weight.contiguous(), bias, silu=silu, length=length)
+            out, _ = scans.convolve(x, starts, None, *given, silu=silu, length=weight.shape[-1] - 1)
             return out.unflatten(0, (rows, tokens)).mT
         except (ValueError, KernelFailedError):
             pass
+    if segments is not None:
+        raise ValueError("the kernel takes no segments like these")
     return own(hidden_states, weight, bias, activation=activation, **kwargs)
 
 
@@ -427,13 +432,15 @@ def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) 
         or layer.record_past
     ):
         return other(*args, **kwargs)
-    starts = _starts_of_pass(layer, hidden)
+    if isinstance(layer, StateLayer):
+        layer.begin_segments()
     resumed = cache.has_previous_state(module.layer_idx, 0)
     if {module.conv1d.weight.dtype, layer.conv_states[0].dtype if resumed else hidden.dtype} != {hidden.dtype}:
         return other(*args, **kwargs)
     try:
         if hidden.shape[1] > 1 or not resumed:
             hidden = hidden if mask is None else (hidden * mask[:, :, None]).to(hidden.dtype)
+            starts = _starts_of_pass(layer, hidden)
             return _run_tokens(module, hidden, cache, starts, scans.convolve, scans.delta_rule)
         if mask is None:
             return _step(module, hidden, *_held(layer), convolve, _delta_rule_or_reference)
@@ -443,8 +450,8 @@ def _run_net(module: Any, other: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _starts_of_pass(layer: LinearAttentionLayer, x: Tensor) -> Tensor:
-    """Where segments begin: prompts that are packed in one row, whose states the layer then has, or else rows."""
-    if isinstance(layer, StateLayer) and layer.begin_segments():
+    """Where segments begin: prompts that are packed in one row, or else rows."""
+    if isinstance(layer, StateLayer) and layer.state.current.segments:
         return layer.state.current.starts(x.device)
     return _starts(len(x), x.shape[1], x.device)
 
@@ -465,10 +472,10 @@ def _run_tokens(module: Any, x: Tensor, cache: Any, starts: Tensor, convolve: An
         one.unflatten(1, (-1, width)) for one, width in zip((query, key, value), (key_dim, key_dim, module.head_v_dim))
     )
     out, state = delta_rule(query, key, value, decay, beta, starts, state, Gates(module.A_log, module.dt_bias))
-    cache.update_conv_state(conv, index, conv_kernel_size=length)
-    cache.update_recurrent_state(state, index)
     out = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
     result: Tensor = module.out_proj(out.view(*x.shape[:2], -1))
+    cache.update_conv_state(conv, index, conv_kernel_size=length)  # last: what fails before has changed nothing
+    cache.update_recurrent_state(state, index)
     return result
 
 

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from ..state_steps.kernel import softplus
 from .chunks import CHUNK, product
 
 
@@ -64,7 +65,8 @@ def scan_segments(
         at = tl.cast(begin, tl.int64)
         here = begin + along_t < end
         step = tl.load(steps + at * step_token_stride + along_t * step_token_stride, mask=here, other=0.0)
-        step = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), least), most)
+        step = tl.maximum(softplus(step.to(tl.float32) + bias), least, propagate_nan=tl.PropagateNan.ALL)
+        step = tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL)
         step = tl.where(here, step, 0.0)
         # Sums of decays in two parts: their differences are as exact as sums of the decays between.
         decay = (step * rate).to(tl.float64)
@@ -87,12 +89,3 @@ def scan_segments(
         added = number.to(tl.float32) * (step * tl.exp((whole - decay).to(tl.float32)))[:, None]
         state = state * tl.exp(whole.to(tl.float32)) + product(tl.trans(given), added, PARTS)
     tl.store(after + places, state, mask=kept)
-
-
-@triton.jit
-def softplus(x):
-    """``log(1 + exp(x))``, exact for small ones too: the quotient makes up for the rounding of the sum."""
-    power = tl.exp(tl.minimum(x, 20.0))
-    near = 1.0 + power
-    small = tl.where(near == 1.0, power, tl.log(near) * (power / tl.where(near == 1.0, 1.0, near - 1.0)))
-    return tl.where(x > 20.0, x, small)

@@ -168,5 +168,8 @@ def scan(
 
 @triton.jit
 def softplus(x):
-    """``log(1 + exp(x))``, as PyTorch's."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """``log(1 + exp(x))``, exact for small ones too: the quotient makes up for the rounding of the sum."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    near = 1.0 + power
+    small = tl.where(near == 1.0, power, tl.log(near) * (power / tl.where(near == 1.0, 1.0, near - 1.0)))
+    return tl.where(x <= 20.0, small, x)  # NaN too

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -77,7 +78,7 @@ class KeptGathering:
             PeerFailedError: Another process failed before or while parameters were gathered, or in a call whose
                 passes gather.
         """
-        if not in_several_processes() or (self.of(walk()) is None and self._kept is None):
+        if not _has_group() or (self.of(walk()) is None and self._kept is None):
             yield None
             return
         with self._turn, ExitStack() as stack:
@@ -89,6 +90,11 @@ class KeptGathering:
                 yield self._now
             finally:
                 self._now = None
+
+
+def _has_group() -> bool:
+    """Whether this process has a default group: if of itself alone, parameters may be on the CPU between passes."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
@@ -146,8 +152,11 @@ def _reserve(gathering: Gathering) -> str:
 
 
 def _may_step(model: PreTrainedModel, gathering: Gathering) -> bool:
-    """Whether passes over one token run all of a model's layers, where its parameters are: those of text alone."""
-    parts = {"vision_config", "audio_config", "encoder_config"}
+    """Whether passes over one token run all of a model's layers, where its parameters are: those of text alone.
+
+    Attention to latents reads parameters of a projection that it does not call.
+    """
+    parts = {"vision_config", "audio_config", "encoder_config", *(["kv_lora_rank"] if gathering.by_module else [])}
     of_text = not model.config.is_encoder_decoder and parts.isdisjoint(vars(model.config))
     return of_text and all(parameter.device == gathering.device for parameter in model.parameters())
 

@@ -48,6 +48,8 @@ class Gathering(ABC):
         units: The library's objects that `find` found.
 
     Attributes:
+        by_module: Whether passes gather a module's own parameters as it is called: code that reads those of another
+            module finds none.
         what: What is the matter with passes of the model as it is, for reports.
         remedy: What else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
@@ -55,6 +57,7 @@ class Gathering(ABC):
         refused: Why calls run stock while passes gather; None in one whose passes may.
     """
 
+    by_module: ClassVar[bool] = False
     what: ClassVar[str]
     remedy: ClassVar[str]
 
@@ -108,7 +111,7 @@ class Part:
         numel: Elements of all parts together.
         dtype: That of passes.
         place: Where views of the whole vector go.
-        is_whole: Whether this process has all of them, in another dtype, so that they are only cast.
+        is_whole: Whether this process has all of them, in other memory or another dtype, so that they are copied.
     """
 
     send: Callable[[], Tensor]

@@ -3,49 +3,114 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import Gathering
+from .parameters import GatheredByParts, Part, Place, Swaps
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
-class Zero3(Gathering):
+class Zero3(GatheredByParts):
+    """ZeRO-3, whose processes have equal parts of each flat parameter, the last of them padded.
+
+    Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are copied.
+    Where a user has gathered all, as TRL does, they are left as they are. The hook that TRL leaves then is taken off
+    too: it communicates in passes, of which each process has its own number.
+    """
+
+    by_module = True
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
     remedy = (
-        "gather them for the call with deepspeed.zero.GatheredParameters and without ZeRO-3's hooks, as TRL does by "
-        "default (ds3_gather_for_generation=True)"
+        "gather them for the call with deepspeed.zero.GatheredParameters, as TRL does by default "
+        "(ds3_gather_for_generation=True)"
     )
-    group = None
-    device = torch.device("cpu")
-    nbytes = 0
 
     @classmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """Modules whose parameters are divided now, or that have hooks which divide them again after each pass."""
+        """Modules whose parameters are divided now, or that have hooks of ZeRO-3."""
         if "deepspeed" not in sys.modules:
             return ()
-        return tuple(module for module in modules if _is_divided(module) or _gathers(module))
+        return tuple(
+            module
+            for module in modules
+            if any(_status(one) not in (None, "AVAILABLE") for one in module._parameters.values()) or _hooks(module)
+        )
 
-    def reserve(self) -> None:
-        raise Unsupported(self.what, self.remedy)
+    @property
+    def group(self) -> ProcessGroup | None:
+        found: ProcessGroup | None = getattr(self._first, "ds_process_group", None)
+        return found
 
-    def gathered(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = zero_init_of(self._first).local_device
+        return found
 
-    def release(self) -> None: ...
+    @cached_property
+    def _first(self) -> Any:
+        return next((one for module in self.units for one in module.parameters() if _status(one)), None)
+
+    def parts(self) -> list[Part]:
+        found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
+        for module in self.units:
+            if getattr(module._parameters, "_in_forward", False):
+                raise Unsupported("it is called within a forward pass of DeepSpeed's engine")
+            for name, parameter in module._parameters.items():
+                if _status(parameter):
+                    found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+        if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
+            return []
+        return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
+
+    def _part(self, parameter: Any, names: list[tuple[nn.Module, str]]) -> Part:
+        stored, group = parameter.ds_tensor, self.group
+        if parameter.ds_process_group is not group or hasattr(parameter, "comm"):
+            raise Unsupported("ZeRO-3 divides its parameters between several groups of processes")
+        if hasattr(stored, "ds_quant_scale") or zero_init_of(parameter).quantized_weights:
+            raise Unsupported("ZeRO-3 quantizes its parameters to gather them")
+        if stored.status.name != "AVAILABLE":
+            raise Unsupported("ZeRO-3 stores some of its parameters on disks")
+
+        def place(whole: Tensor) -> list[Place]:
+            return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
+
+        if _status(parameter) == "AVAILABLE":
+            return Part(lambda: parameter.data.view(-1), parameter.ds_numel, stored.dtype, place, is_whole=True)
+        numel = stored.ds_numel * parameter.ds_zero_partition_world_size
+        return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
+
+    def put(self, swaps: Swaps) -> None:
+        for module in self.units:
+            for hooks, key in _hooks(module):
+                swaps.take(hooks, key)
 
 
-def _is_divided(module: nn.Module) -> bool:
-    found = (getattr(parameter, "ds_status", None) for parameter in module._parameters.values())
-    return any(status is not None and status.name != "AVAILABLE" for status in found)
+def _status(parameter: Any) -> str | None:
+    """``AVAILABLE``, ``NOT_AVAILABLE`` or ``INFLIGHT``; None of a parameter that ZeRO-3 does not divide."""
+    status = getattr(parameter, "ds_status", None)
+    return None if status is None else status.name
 
 
-def _gathers(module: nn.Module) -> bool:
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return any(role_of(hook) is Role.GATHERS for hook in hooks)
+def _send(parameter: Any, device: torch.device) -> Tensor:
+    """This process's part, in the values that ZeRO-3 would send, which autocast may round."""
+    sent: Tensor = parameter.ds_tensor.to(device, non_blocking=True)
+    return sent.to(getattr(parameter, "comm_dtype", sent.dtype)).to(sent.dtype)
+
+
+def _hooks(module: nn.Module) -> list[tuple[dict[int, Callable[..., Any]], int]]:
+    """The forward hooks of ZeRO-3 on a module: the dict that each is in, and its key."""
+    return [
+        (hooks, key)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+        for key, hook in hooks.items()
+        if role_of(hook) is Role.GATHERS
+    ]

@@ -186,7 +186,8 @@ def test_models(tmp_path, model):
     assert loaded.generation_config.eos_token_id is None
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
     with pytest.raises(
-        ValueError, match=r"shape must be one of 7b-mha, .*, deepseek-v2-lite, tiny, tiny-mha, tiny-8-heads, got '9b'"
+        ValueError,
+        match=r"shape must be one of 7b-mha, .*, tiny-mha, tiny-experts, tiny-8-heads, got '9b'",
     ):
         random_model("9b", CPU, torch.float32)
 
@@ -195,7 +196,7 @@ BILLIONS = {
     **{"7b-mha": 6.7, "7b-gqa": 7.2, "8b-gqa": 8.0, "8b-mqa": 7.8, "13b-mha": 13.0, "1b-gqa": 1.2, "qwen3-4b": 4.0},
     **{"mistral-7b": 7.2, "gemma2-9b": 9.2, "gemma3-12b": 11.8, "gpt-oss-20b": 20.9, "deepseek-v2-lite": 15.7},
     **{"qwen3.5-4b": 4.2, "nemotron-h-8b": 8.1, "falcon-7b": 6.9},
-    **{"tiny": 0.0, "tiny-mha": 0.0, "tiny-8-heads": 0.0},
+    **{"tiny": 0.0, "tiny-mha": 0.0, "tiny-experts": 0.0, "tiny-8-heads": 0.0},
 }
 
 

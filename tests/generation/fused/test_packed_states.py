@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.cache.layers.state import Segments
 from hf_fastdecode.generation.fused import states
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.state_scans import api as scans
@@ -18,7 +19,7 @@ from hf_fastdecode.kernels.state_scans import api as scans
 from ...architectures.classes import tiny_model_of
 from ...tiny_models import ragged_prompts
 from ..test_packed_states import padded
-from .half_models import DEVICE
+from .half_models import DEVICE, fail
 from .test_states import of_states
 
 ASKED = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 1, "num_return_sequences": 2}
@@ -64,3 +65,13 @@ def test_one_launch_for_prompts_of_all_lengths(name: str, monkeypatch: pytest.Mo
     for one, two, three in zip(exact, own, at_once, strict=True):
         error, own_error = ((found - one).pow(2).mean().sqrt() for found in (three, two))
         assert error <= 1.1 * own_error
+
+
+def test_convolutions_of_other_activations_or_dtypes_take_no_segments() -> None:
+    x, weight = torch.ones(1, 8, 5).half(), torch.ones(8, 4).half()
+    starts = torch.tensor([0, 2, 5], dtype=torch.int32)
+    for given in (("gelu", weight), ("silu", weight.float())):
+        segments = Segments(starts)
+        with pytest.raises(ValueError, match="takes no segments like these"):
+            states._convolve_tokens(fail, x, given[1], activation=given[0], segments=segments)
+        assert segments.conv_after is None

@@ -145,6 +145,31 @@ def test_kernels_that_fail_leave_the_models_own_functions(
         torch.testing.assert_close(found, own, rtol=0 if all_fail else 0.02, atol=0 if all_fail else 0.02)
 
 
+def test_what_fails_behind_the_scan_leaves_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own code then runs from the states before."""
+    model = tiny_model_of("Qwen3_5ForCausalLM").half().to(DEVICE)
+    own, fused = passes(model), of_states(model)
+    (net, *_) = (one for one in model.modules() if hasattr(one, "in_proj_qkv"))
+    forward, calls = torch.nn.functional.linear, iter(range(9))
+
+    def fails_at_first(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        if weight is net.out_proj.weight and next(calls) % 2 == 0:
+            raise ValueError("of other shapes")
+        return forward(x, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", fails_at_first)
+    torch.testing.assert_close(passes(model, fused), own, rtol=0.02, atol=0.02)
+    assert next(calls) == 4  # two passes, each of which ran twice
+
+
+def test_steps_list_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would be a launch for each layer."""
+    model = tiny_model_of("Qwen3_5ForCausalLM").half().to(DEVICE)
+    fused = of_states(model)
+    monkeypatch.setattr(states, "_starts", fail)
+    steps(model, fused)
+
+
 class EightBits(torch.nn.Module):
     """A projection whose weight is of another dtype than what it computes."""
 

@@ -124,6 +124,15 @@ def test_of_projections(dtype: torch.dtype) -> None:
         torch.testing.assert_close(one, two, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
 
 
+def test_steps_so_small_that_one_more_is_rounded() -> None:
+    """Rounded sums of one and such a step would let all tokens decay too little, or too much."""
+    query, key, value, _, beta, starts, states = inputs_of(Case((66,), resumed=True), torch.float16)
+    decay, gates = torch.full_like(beta, -9.25), Gates(random(1, seed=8).abs() + 2.5, beta[0] * 0)
+    _, found = api.delta_rule(query, key, value * 0, decay, beta * 0 - 20.0, starts, states, gates)
+    exact = states.double() * (-66 * gates.rates.double().exp() * torch.exp(decay[0].double()).log1p())[:, None].exp()
+    assert (found - exact).norm() <= 1e-6 * exact.norm()
+
+
 @pytest.mark.gpu
 def test_other_lengths_compile_nothing() -> None:
     """Nor do states to begin with."""

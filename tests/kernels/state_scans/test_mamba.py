@@ -109,6 +109,15 @@ def test_scan_in_fp32() -> None:
     check(SMALL[3], torch.float32)
 
 
+def test_steps_that_are_no_numbers_stay_so() -> None:
+    """From their tokens on, in their segment alone."""
+    arguments: list[Any] = inputs_of(Case((6, 3)), torch.float16)
+    arguments[1][2] = torch.nan
+    out, after = mamba.scan_segments(*arguments)
+    assert out.isnan().flatten(1).all(1).tolist() == [False] * 2 + [True] * 4 + [False] * 3
+    assert after.isnan().flatten(1).any(1).tolist() == [True, False]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", NAMES, ids=NAMES.get)
 @pytest.mark.parametrize("case", LARGE, ids=str)

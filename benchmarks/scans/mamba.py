@@ -1,4 +1,4 @@
-"""Mamba-2's scan over many tokens: ``python -m benchmarks.mamba_scans`` on a GPU.
+"""Mamba-2's scan over many tokens: ``python -m benchmarks.scans.mamba`` on a GPU.
 
 A line for each shape and way: this package's kernel, transformers' code in PyTorch, and mamba-ssm where it is
 installed. Times are of a call after the first, errors of outputs and states against fp64, memory at its highest.
@@ -20,8 +20,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 from hf_fastdecode.kernels.state_scans import mamba, mamba_reference
 
-from .operator_time import replays
-from .scans import seconds
+from ..operator_time import replays
+from .delta_rule import seconds
 
 
 class Shape(NamedTuple):

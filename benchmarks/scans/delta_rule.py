@@ -1,4 +1,4 @@
-"""The gated delta rule and its convolution over many tokens: ``python -m benchmarks.scans`` on a GPU.
+"""The gated delta rule and its convolution over many tokens: ``python -m benchmarks.scans.delta_rule`` on a GPU.
 
 A line for each shape and way: this package's kernels, transformers' code in PyTorch, and flash-linear-attention where
 it is installed. The first call of the first shape compiles and tunes; those of others should not. Errors are against
@@ -22,7 +22,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch
 
 from hf_fastdecode.kernels.state_scans import api, reference
 
-from .operator_time import replays
+from ..operator_time import replays
 
 
 class Shape(NamedTuple):
