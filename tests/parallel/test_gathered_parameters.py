@@ -21,12 +21,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import AutoConfig, PreTrainedModel, StoppingCriteria
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.parallel.gathering.call import _may_step
 from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 
 from ..tiny_models import tiny_model, tiny_model_of_type
@@ -307,6 +308,13 @@ def gathered_by_the_user(models: Models) -> Any:
             call = fd.explain(model).last_call
             seen.append([same, call.path] if stays == (call.gathered is None) else str(call))
     return seen
+
+
+@pytest.mark.parametrize(("kind", "may"), [("qwen3", True), ("mpt", True), ("csm", False), ("chameleon", False)])
+def test_all_layers_run_in_a_pass_over_one_token(kind, may):
+    """Not in models of which `generate` calls further parts, such as the second decoder of CSM."""
+    model = mock.Mock(config=AutoConfig.for_model(kind), **{"parameters.return_value": []})
+    assert _may_step(model, mock.Mock(by_module=False)) == may
 
 
 def test_rollouts_are_those_of_one_process(seen):

@@ -157,6 +157,7 @@ def _may_step(model: PreTrainedModel, gathering: Gathering) -> bool:
     Attention to latents reads parameters of a projection that it does not call.
     """
     parts = {"vision_config", "audio_config", "encoder_config", *(["kv_lora_rank"] if gathering.by_module else [])}
+    parts |= {*model.config.sub_configs} - {"text_config", "attn_config", "ffn_config"}  # such as a second decoder
     of_text = not model.config.is_encoder_decoder and parts.isdisjoint(vars(model.config))
     return of_text and all(parameter.device == gathering.device for parameter in model.parameters())
 
