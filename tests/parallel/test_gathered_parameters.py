@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     ShardingStrategy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -307,6 +308,22 @@ def gathered_by_the_user(models: Models) -> Any:
             same = draw(model, 0, ids, **SAMPLES) == expected
             call = fd.explain(model).last_call
             seen.append([same, call.path] if stays == (call.gathered is None) else str(call))
+    return seen
+
+
+@sees([[True, "shared"]] * 2)
+def generate_as_a_forward_pass_of_fsdp_2(models: Models) -> Any:
+    """As transformers' Trainer registers it: the root's parameters are gathered by the call itself."""
+    alone, ids, seen = models.alone["llama"], prompt_of(models), []
+    model = copy.deepcopy(alone)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fd.enable(fully_shard(model))
+    register_fsdp_forward_method(model, "generate")
+    for _ in range(2):
+        expected = draw(whole(model, alone), 0, ids, **SAMPLES)
+        seen.append([draw(model, 0, ids, **SAMPLES) == expected, fd.explain(model).last_call.path])
+        step(model, models)
     return seen
 
 

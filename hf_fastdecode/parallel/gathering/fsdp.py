@@ -75,6 +75,8 @@ class Fsdp2(GatheredByParts):
                 raise Unsupported("FSDP 2 divides its parameters between several groups of processes")
             group.lazy_init()
             if group._training_state.name != "IDLE":
+                if fsdp2_stays_gathered(group):  # by `generate` itself, see `register_fsdp_forward_method`
+                    continue
                 raise Unsupported(_IN_PASS)
             found += [self._part(group, parameter) for parameter in group.fsdp_params]
         dtypes = {part.dtype for part in found if part.dtype.is_floating_point}
