@@ -201,7 +201,7 @@ STORED: Final = "hf_fastdecode_stored"
 
 
 def stored_of(parameter: Tensor) -> Tensor:
-    """What a library trains (FSDP) where a parameter was gathered from it for a call, any other parameter itself.
+    """The parameter that a library trains (FSDP), where one was gathered from it for a call; any other itself.
 
     Its identity and version tell whether weights have changed since an earlier call.
     """

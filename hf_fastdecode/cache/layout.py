@@ -198,7 +198,7 @@ def keeps_state(module: type[nn.Module]) -> bool:
 
 
 _BEFORE_STATES: Final = ("in_proj", "q_proj", "k_proj", "v_proj")
-"""What the names of projections begin with whose outputs convolutions keep."""
+"""Prefixes of the names of projections whose outputs convolutions keep."""
 
 
 def _in_segments(stores: tuple[Store, ...], modules: list[nn.Module]) -> tuple[Store, ...]:

@@ -213,8 +213,8 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        if self.gathered is not None and any(self.gathered[::2]):  # else a user has gathered them
-            nbytes, seconds, in_passes = self.gathered
+        nbytes, seconds, in_passes = self.gathered or (0, 0.0, "")
+        if nbytes or in_passes:  # else there is nothing to gather, or a user has done so
             how = f"in each pass: {in_passes}" if in_passes else f"{nbytes:,} bytes in {seconds:.3f} s"
             lines.append(f"  parameters gathered: {how}")
         if self.path != "shared":

@@ -114,7 +114,7 @@ class Structure:
 
     @property
     def gathering(self) -> Gathering | None:
-        """What gathers parameters in each pass; None where nothing does, or all are gathered for this call."""
+        """The library that gathers parameters in each pass; None without one, or where a call has gathered all."""
         return self._kept_gathering.of(self.walk.modules)
 
     @cached_property

@@ -97,7 +97,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What one process saw: completions of each step, metrics, enabled calls, whole parameters before and after."""
+    """Results of one process: completions of each step, metrics, enabled calls, whole parameters before and after."""
 
     completions: list[list[list[int]]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)

@@ -127,12 +127,12 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 def faults(ours: Outcome, stock: Outcome, oracle: Outcome) -> list[str]:
-    """What is farther from the oracle than the bound, each with its error and the bound; and what only one has."""
+    """Tensors that are farther from the oracle than the bound, with both numbers, and those that only one pass has."""
     return typical_faults([(ours, stock, oracle)])
 
 
 def typical_faults(draws: Sequence[Compared]) -> list[str]:
-    """The same of several draws: the median of errors beside that of bounds."""
+    """Faults of several draws: the median of errors beside that of bounds."""
     first, stock, _ = draws[0]
     names = stock.keys() - {PADDING}
     found = [f"{name}: in one of both only" for name in names ^ (first.keys() - {PADDING})]

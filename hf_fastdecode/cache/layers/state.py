@@ -128,7 +128,7 @@ class LayerOfOwnStates(LinearAttentionLayer):
         self.dtype, self.device = states[0].dtype, states[0].device
 
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `run` returns for the rows of a pass, none of which is packed; see `StateLayer.by_segments`."""
+        """Result of `run` for the rows of a pass, none of which is packed; see `StateLayer.by_segments`."""
         return run(*args, **kwargs)
 
 
@@ -190,7 +190,7 @@ class StateLayer(LayerOfOwnStates):
             self.is_recurrent_states_initialized[number] = True
 
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What `run`, a module's `forward`, returns for a row; of a packed one, for each segment by itself, joined.
+        """Result of `run`, a module's `forward`, for a row; of a packed one, for each segment by itself, joined.
 
         Meanwhile the layer has the states of that segment, as of one row. Tensors among the arguments that are of the
         row's tokens, ``[1, tokens, ...]``, are cut, and those returned are concatenated.
@@ -213,7 +213,7 @@ class StateLayer(LayerOfOwnStates):
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def at_once(self, run: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
-        """What `run`, a module's `forward` with other functions, returns for a packed row, which these take whole.
+        """Result of `run`, a module's `forward` with other functions, for a packed row, which these take whole.
 
         None where one of them does not take the segments, that they are given.
         """

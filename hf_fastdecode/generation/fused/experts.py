@@ -177,7 +177,7 @@ def _router_key(module: nn.Module) -> Hashable | None:
 
 
 def _correction(module: nn.Module) -> Tensor | None:
-    """What is added to a router's scores for the choice alone."""
+    """A correction that is added to a router's scores for the choice alone."""
     of_buffers, of_parameters = (found.get(_CORRECTION) for found in (module._buffers, module._parameters))
     return of_parameters if of_buffers is None else of_buffers
 
@@ -206,7 +206,7 @@ def _router_form_of(module: nn.Module) -> Routing | None:
 
 
 def _in_order(scores: Tensor, shares: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What a router returns, with a row's experts in the order of their numbers: some leave it open."""
+    """Result of a router, with a row's experts in the order of their numbers: some leave it open."""
     chosen, order = chosen.sort(-1)
     return scores, shares.gather(-1, order), chosen
 

@@ -28,6 +28,7 @@ from .norms import eps_of
 from .trial import (
     TRIED_IN,
     FusedKind,
+    Returns,
     calling,
     close,
     function_key,
@@ -79,18 +80,6 @@ def key(module: nn.Module) -> Hashable | None:
     return "latents", alike, of_norm, in_parts, function_key(own.expand_kv)
 
 
-class _Given(nn.Module):
-    """A projection that returns what it is given, and keeps what it was called with."""
-
-    def __init__(self, result: Tensor):
-        super().__init__()
-        self.result, self.seen = result, torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x
-        return self.result
-
-
 def form_of(module: nn.Module) -> Form | None:
     """The form in which the layer's code hands on what `reference.absorb` makes."""
     # Complex numbers are in fp32.
@@ -111,8 +100,8 @@ def _computes(module: Any, rotation: Rotation, is_complex: bool) -> bool:
     query = random(1, _TOKENS, heads * (key + rotated), seed=1)
     compressed, weight = random(1, _TOKENS, latent + rotated, seed=2), random(heads * (key + value), latent, seed=3)
     attended, result = random(1, _TOKENS, heads, value, seed=4), random(1, _TOKENS, 16, seed=5)
-    projections = {name: _Given(query) for name in ("q_proj", *_QUERY_PARTS) if module._modules.get(name) is not None}
-    own: dict[str, Any] = {**projections, _COMPRESS: _Given(compressed), "o_proj": _Given(result)}
+    projections = {name: Returns(query) for name in ("q_proj", *_QUERY_PARTS) if module._modules.get(name) is not None}
+    own: dict[str, Any] = {**projections, _COMPRESS: Returns(compressed), "o_proj": Returns(result)}
     factor = random(latent, seed=6)
     small: Any = twin(module, **own, **{_NORM: twin(module._modules[_NORM], weight=factor)})
 
@@ -145,9 +134,9 @@ def _computes(module: Any, rotation: Rotation, is_complex: bool) -> bool:
         and found[0] is result
         and found[1] is None
         and scaling == module.scaling
-        and first.seen is x
-        and own[_COMPRESS].seen is x
-        and torch.equal(own["o_proj"].seen, attended.flatten(2))
+        and first.seen[0] is x
+        and own[_COMPRESS].seen[0] is x
+        and torch.equal(own["o_proj"].seen[0], attended.flatten(2))
         and close(handed[0].transpose(0, 1), expected.plain, rtol=0, atol=0)
         and close(seen["latents"][0, 0], expected.latents, rtol=1e-2)
         and close(seen["keys"][0, 0], expected.keys, rtol=0, atol=0)
@@ -193,7 +182,7 @@ def _run(module: Any, form: Form, other: Callable[..., Any], *args: Any, **kwarg
 
 
 def _absorbed(module: Any, form: Form, hidden: Tensor, angles: Angles) -> Absorbed | None:
-    """What attention reads; None where the kernel does not serve the layer's tensors."""
+    """Inputs of attention; None where the kernel does not serve the layer's tensors."""
     parts = [module._modules.get(name) for name in _QUERY_PARTS]
     query, compressed = hidden, None
     for projection in [one for one in parts if one is not None] or [module.q_proj]:

@@ -27,6 +27,11 @@ _OF_OTHER_FORMS = ("z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 _ROWS, _LENGTH, _HEADS, _WIDTH, _GROUPS, _SIZE, _CHUNK = 2, 7, 4, 8, 2, 16, 4
 
 
+def starts_of_rows(rows: int, tokens: int, device: torch.device) -> Tensor:
+    """Where rows of so many tokens begin when they are packed in one, ``[rows + 1]`` int32."""
+    return torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=device)
+
+
 def scan_tokens(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``mamba2_chunk_scan`` of rows of tokens, as one segment each."""
     given = {name: value for name, value in kwargs.items() if value is not None}
@@ -60,8 +65,7 @@ def _scanned(
     """The kernel over ``[rows, length, heads, width]`` x, of whose memory the channels may lie along the tokens."""
     rows, length = x.shape[:2]
     starts = others["segments"].to_scan() if "segments" in others else None
-    if starts is None:
-        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=x.device)
+    starts = starts_of_rows(rows, length, x.device) if starts is None else starts
     flat = (one if one.stride(-1) == 1 else one.contiguous() for one in (x, B, C))
     number, given, read = (one.flatten(0, 1) for one in flat)
     before = others.get("initial_states")

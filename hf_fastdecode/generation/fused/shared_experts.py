@@ -20,7 +20,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.row_products.config import fuses_products
 from .experts import EXPERTS, Form, computes_here, weights_of
 from .gated import GATED
-from .trial import FusedKind, by_kernel, function_key, is_plain, names_in, random, runs_fused, settings, twin
+from .trial import FusedKind, Returns, by_kernel, function_key, is_plain, names_in, random, runs_fused, settings, twin
 
 _ROUTER, _EXPERTS, _SHARED = "gate", "experts", "shared_experts"
 _PARTS = {_ROUTER, _EXPERTS, _SHARED}
@@ -41,27 +41,14 @@ def key(module: nn.Module) -> Hashable | None:
     return None if any(one is None for one in keys) else ("shared experts", function_key(type(module).forward), keys)
 
 
-class _Given(nn.Module):
-    """A part that returns what it is given, and keeps what it was called with."""
-
-    def __init__(self, result: Any):
-        super().__init__()
-        self.result = result
-        self.seen: tuple[Tensor, ...] = ()
-
-    def forward(self, *args: Tensor) -> Any:
-        self.seen = args
-        return self.result
-
-
 def form_of(module: Any) -> Form | None:
     """The form of the experts, where the module's is the same function and all that the code does is add."""
     form: Form | None = EXPERTS.form_of(module.experts)
     if form is None or form.gate != Gate(GATED.form_of(module.shared_experts)):
         return None
     x, shares, chosen = random(3, 2, 16, seed=0), random(6, 2, seed=1), torch.zeros(6, 2, dtype=torch.int64)
-    router = _Given((random(6, 4, seed=2), shares, chosen))
-    of_chosen, of_all = _Given(random(6, 16, seed=3)), _Given(random(3, 2, 16, seed=4))
+    router = Returns((random(6, 4, seed=2), shares, chosen))
+    of_chosen, of_all = Returns(random(6, 16, seed=3)), Returns(random(3, 2, 16, seed=4))
     small = twin(module, **{_ROUTER: router, _EXPERTS: of_chosen, _SHARED: of_all})
     found = type(module).forward(small, x)
     rows, *others = of_chosen.seen

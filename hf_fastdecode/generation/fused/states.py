@@ -32,7 +32,7 @@ from ...kernels.state_scans import reference as scans_reference
 from ...kernels.state_steps import reference
 from ...kernels.state_steps.api import MOST_WIDTH, Gates, convolve, delta_rule, scan
 from ..interception.segments import by_segments
-from .mamba_scans import scan_tokens, scans_tokens
+from .mamba_scans import scan_tokens, scans_tokens, starts_of_rows
 from .trial import (
     FusedKind,
     by_copy,
@@ -98,7 +98,7 @@ def _take_segments(module: nn.Module, names: frozenset[str]) -> bool:
 
 
 def _at_once(module: nn.Module, call: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a copy returns for a packed row, whose functions take the segments, see `StateLayer.at_once`."""
+    """Result of a copy for a packed row, whose functions take the segments, see `StateLayer.at_once`."""
     hidden = args[0] if args else kwargs["hidden_states"]
     if not runs_fused(hidden) or not is_plain(module):
         return None
@@ -159,11 +159,6 @@ def _delta_rule(
     )
 
 
-def _starts(rows: int, tokens: int, device: torch.device) -> Tensor:
-    """Where rows of so many tokens begin when they are packed in one."""
-    return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=device)
-
-
 def _convolve_tokens(
     own: Callable[..., Any],
     hidden_states: Tensor,
@@ -185,7 +180,7 @@ def _convolve_tokens(
                 of_segments = x, segments.starts, segments.conv, *given
                 out, segments.conv_after = scans.convolve(*of_segments, silu=silu, length=length)
                 return out.mT[None]
-            x, starts = hidden_states.mT.flatten(0, 1), _starts(rows, tokens, hidden_states.device)
+            x, starts = hidden_states.mT.flatten(0, 1), starts_of_rows(rows, tokens, hidden_states.device)
             out, _ = scans.convolve(x, starts, None, *given, silu=silu, length=weight.shape[-1] - 1)
             return out.unflatten(0, (rows, tokens)).mT
         except (ValueError, KernelFailedError):
@@ -214,7 +209,7 @@ def _delta_rule_of_tokens(
         try:
             packed = [one.flatten(0, 1) for one in (query, key, value, g, beta)]
             packed = [one if one.stride(-1) == 1 else one.contiguous() for one in packed]
-            starts = _starts(rows, tokens, query.device) if segments is None else segments.to_scan()
+            starts = starts_of_rows(rows, tokens, query.device) if segments is None else segments.to_scan()
             given: tuple[Any, ...] = (*packed, starts, initial_state)
             out, state = scans.delta_rule(*given)
             return out.unflatten(0, (rows, tokens)), state if output_final_state else None
@@ -305,7 +300,7 @@ def _convolves_tokens(own: Callable[..., Any]) -> bool:
     bias = _numbers(_CHANNELS, seed=5)
     for activation, given in ((None, None), ("silu", bias)):
         found = own(x, weight, given, activation=activation)
-        starts, silu = _starts(1, 6, x.device), activation is not None
+        starts, silu = starts_of_rows(1, 6, x.device), activation is not None
         for row, one in zip(found, x, strict=True):
             expected, _ = scans_reference.convolve(one.T, starts, None, weight, given, silu=silu, length=3)
             if not _close(row.T, expected):
@@ -320,7 +315,7 @@ def _follows_delta_rule_of_tokens(own: Callable[..., Any]) -> bool:
     states, named = _numbers(1, 1, _SIZE, _SIZE, seed=5), {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
     found, after = own(query, key, value, g=decay, beta=beta, initial_state=states.clone(), **named)
     packed = [one[0] for one in (query, key, value, decay, beta)]
-    given: tuple[Any, ...] = (*packed, _starts(1, tokens, query.device), states)
+    given: tuple[Any, ...] = (*packed, starts_of_rows(1, tokens, query.device), states)
     expected, then = scans_reference.delta_rule(*given)
     return _close(found[0], expected) and _close(after, then)
 
@@ -403,7 +398,7 @@ def _net_form_of(module: nn.Module) -> frozenset[str] | None:
         x = random(3, tokens, _NET_WIDTH, seed=8 + tokens, dtype=torch.float32)
         found = with_torch_functions(type(module).forward, names)(small, x, of_own)
         if tokens > 1:
-            given = _starts(3, tokens, x.device), scans_reference.convolve, scans_reference.delta_rule
+            given = starts_of_rows(3, tokens, x.device), scans_reference.convolve, scans_reference.delta_rule
             expected = _run_tokens(small, x, of_known, *given)
         else:
             expected = _step(small, x, *_held(known), _convolve_by_reference, _delta_rule_by_reference)
@@ -453,7 +448,7 @@ def _starts_of_pass(layer: LinearAttentionLayer, x: Tensor) -> Tensor:
     """Where segments begin: prompts that are packed in one row, or else rows."""
     if isinstance(layer, StateLayer) and layer.state.current.segments:
         return layer.state.current.starts(x.device)
-    return _starts(len(x), x.shape[1], x.device)
+    return starts_of_rows(len(x), x.shape[1], x.device)
 
 
 def _run_tokens(module: Any, x: Tensor, cache: Any, starts: Tensor, convolve: Any, delta_rule: Any) -> Tensor:

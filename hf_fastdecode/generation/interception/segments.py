@@ -17,7 +17,7 @@ from ...cache.shared import SharedContextCache
 def by_segments(
     module: Any, call: Callable[..., Any], at_once: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """What is called in the place of a module with states, of whose rows `call` runs one after another.
+    """The call of a module with states, in which `call` runs for one segment of a packed row after another.
 
     Args:
         at_once: Called for packed rows with the cache's layer first; None where it does not serve one.

@@ -36,7 +36,7 @@ class Rotation(NamedTuple):
 
 
 class Absorbed(NamedTuple):
-    """What attention over latents reads of a step, contiguous."""
+    """Inputs of attention over latents in a step, contiguous."""
 
     query: Tensor  # ``[rows, heads, latent + rotary]``, the second part rotated
     plain: Tensor  # ``[rows, heads, key + rotary]``: the query itself, likewise

@@ -38,7 +38,7 @@ class Gathered(NamedTuple):
 
 
 class KeptGathering:
-    """What divides one model's parameters, found anew for each call, and kept with its memory while it is the same."""
+    """The library that divides a model's parameters, found for each call, and kept while it is the same."""
 
     def __init__(self) -> None:
         self._kept: Gathering | None = None
@@ -49,7 +49,7 @@ class KeptGathering:
         return KeptGathering()  # a copy of the model has other modules
 
     def of(self, modules: Sequence[nn.Module]) -> Gathering | None:
-        """What gathers parameters of these modules in each pass; None where nothing does, or all are gathered."""
+        """The library that gathers these modules' parameters in each pass; None if there is none, or all are whole."""
         for kind in _KINDS if in_several_processes() else (Zero3,):  # whose hooks one process runs too
             if units := kind.find(modules):
                 kept = self._kept

@@ -166,7 +166,7 @@ def test_steps_list_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be a launch for each layer."""
     model = tiny_model_of("Qwen3_5ForCausalLM").half().to(DEVICE)
     fused = of_states(model)
-    monkeypatch.setattr(states, "_starts", fail)
+    monkeypatch.setattr(states, "starts_of_rows", fail)
     steps(model, fused)
 
 
