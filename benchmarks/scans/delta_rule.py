@@ -80,6 +80,7 @@ def transformers(x: Inputs) -> tuple[Tensor, Tensor]:
     run, found = inspect.unwrap(torch_chunk_gated_delta_rule), []
     for start, end in pairwise(x.starts.tolist()):
         query, key, value, decay, beta = (one[None, start:end] for one in x.tokens)
+        query, key = (one.repeat_interleave(value.shape[2] // one.shape[2], 2) for one in (query, key))
         named = {"g": decay, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
         found.append(run(query, key, value, **named))
     return torch.cat([out[0] for out, _ in found]), torch.cat([state for _, state in found])

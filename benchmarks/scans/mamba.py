@@ -99,7 +99,11 @@ def main() -> None:
             call = partial(way, *arguments)
             held = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
-            first, times = seconds(call), sorted(replays(call, 20))
+            try:
+                first, times = seconds(call), sorted(replays(call, 20))
+            except torch.OutOfMemoryError:
+                print(f"{shape}: {name}: out of memory", flush=True)
+                continue
             memory = (torch.cuda.max_memory_allocated() - held) / sum(shape.lengths) / 1e3
             line = f"{shape}: {name}: first {first:.2f} s, then {1e3 * times[10]:.3f} ms, {memory:.0f} kB per token"
             if exact is not None:

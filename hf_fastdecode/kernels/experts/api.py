@@ -26,7 +26,7 @@ from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_conf
 
 _POSITIONS = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
-_PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, of weights in half precision and in fp32
+_PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, with scores in half precision and in fp32
 _ROUTED = 32  # rows of a program of `route`
 
 
@@ -160,7 +160,7 @@ def route(
         ``[rows, count]`` int64.
     """
     (rows, width), count, device = x.shape, len(weight), x.device
-    part = _PART if weight.dtype == x.dtype else _WIDE_PART
+    part = _WIDE_PART if routing.wide else _PART
     parts, block_experts = -(-width // part), max(16, power_of_two(count))
     block_rows = min(_ROUTED, max(16, power_of_two(rows)))
     blocks = -(-rows // block_rows)

@@ -371,9 +371,9 @@ def route(
     numbers = tl.load(
         x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
     )
-    if weight.dtype.element_ty != x.dtype.element_ty:
-        # Exact but for the weights' last bits, as x has no more bits than tf32.
-        total = tl.dot(weights, numbers.to(tl.float32), input_precision="tf32x3")
+    if scores.dtype.element_ty == tl.float32:
+        # Tensor cores cut sums off, which is further from fp64 than PyTorch's products in fp32.
+        total = tl.dot(weights.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
     else:
         total = tl.dot(weights, numbers)
     total = tl.trans(total)  # [BLOCK_M, BLOCK_E]

@@ -78,9 +78,13 @@ def relate(
         beta = tl.where(held, beta, 0.0)
     of_keys = tl.rsqrt(tl.sum(key.to(tl.float32) * key.to(tl.float32), 1) + eps)
     of_queries = tl.rsqrt(tl.sum(query.to(tl.float32) * query.to(tl.float32), 1) + eps) * scale
-    since = tl.cumsum(decay, 0)
-    total = tl.sum(tl.where(at == CHUNK - 1, since, 0.0), 0)
-    between = tl.exp(tl.where(at[:, None] >= at[None, :], since[:, None] - since[None, :], float("-inf")))
+    # Sums of decays in two parts: their differences are as exact as sums of the decays between.
+    exact = tl.cumsum(decay.to(tl.float64), 0)
+    total = tl.sum(tl.where(at == CHUNK - 1, exact, 0.0), 0)
+    since = exact.to(tl.float32)
+    rest = (exact - since.to(tl.float64)).to(tl.float32)
+    between = (since[:, None] - since[None, :]) + (rest[:, None] - rest[None, :])
+    between = tl.exp(tl.where(at[:, None] >= at[None, :], between, float("-inf")))
     between *= of_keys[None, :]
     lower = product(key, tl.trans(key), PARTS) * between * (of_keys * beta)[:, None]
     asked = product(query, tl.trans(key), PARTS) * between * of_queries[:, None]
@@ -91,9 +95,9 @@ def relate(
     factor = factors + chunk * (FACTORS * CHUNK) + at
     tl.store(factor + READ * CHUNK, tl.exp(since) * of_keys)
     tl.store(factor + ASK * CHUNK, tl.exp(since) * of_queries)
-    tl.store(factor + WRITE * CHUNK, tl.exp(total - since) * of_keys)
+    tl.store(factor + WRITE * CHUNK, tl.exp((total - exact).to(tl.float32)) * of_keys)
     tl.store(factor + BETA * CHUNK, beta)
-    tl.store(factor + DECAY * CHUNK, tl.exp(total) + at * 0.0)
+    tl.store(factor + DECAY * CHUNK, tl.exp(total.to(tl.float32)) + at * 0.0)
 
 
 @triton.jit(do_not_specialize=["segments"])

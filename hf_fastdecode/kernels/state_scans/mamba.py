@@ -1,26 +1,27 @@
-"""`scan_segments`: Mamba-2's scan of many tokens, of segments that are packed end to end, in one launch.
+"""`scan_segments`: Mamba-2's scan of many tokens, of segments that are packed end to end, in two launches.
 
-A program has some of a head's width, and goes through a segment by chunks of tokens. To each chunk it adds what its
-tokens give to later ones (products of all pairs, with the decays between them) and what the state before it gives;
-then it moves the state on, which stays in registers. Programs are independent: a prompt of Nemotron-H-8B has 256 of
-them, which run at once on an H200. For 4,096 tokens they compute 60 Gflop in bf16, some 0.2 ms per layer where tensor
-cores reach a third of their rate. If chunks ran in parallel, as in section 6 of the paper, their states in fp32 would
-be written and read twice: a gigabyte per layer, which takes longer than that.
+The first one makes what tokens of a chunk have in common, for all chunks at once. In the second one a program has some
+of a head's width, and goes through a segment by chunks: it adds what a chunk's tokens and the state before give to
+each token, then moves the state on, which stays in registers. Programs are independent: a prompt of Nemotron-H-8B has
+256 of them, which run at once on an H200. If these chunks ran in parallel too, as in section 6 of the paper, their
+states in fp32 would be written and read twice: a gigabyte per layer for 4,096 tokens, which takes longer.
 
-Nothing is compiled or tuned by length, and there are no tables beside the segments' starts. There is no backward pass.
+Nothing is compiled or tuned by length. There is no backward pass.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor
 
 from ..ahead import launch_named
-from ..device import power_of_two
+from ..device import overlap_options, power_of_two
 from ..failures import Kernel
 from ..limits import are_contiguous, refused
+from .api import CHUNK
 
 MOST_SIZE = 256
 """Elements of an input, which a program holds whole."""
@@ -29,6 +30,7 @@ _PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 2}
 """Parts of factors, see `chunks.product`, by the dtype of inputs. One is not enough in bf16: that errs as much as the
 rounding of steps in transformers' code."""
 
+_FACTORS = 5  # per token of a chunk, see `mamba_kernel`
 _WIDTH, _ELEMENTS, _SHORTEST = 32, 4096, 16
 """The most of a head's width and of a state that a program has, and the least elements of a tile's edge."""
 
@@ -76,14 +78,20 @@ def scan_segments(
         raise refused(f"scan_segments takes {takes}", x, steps, inputs, outputs, rates, starts)
     # By `empty_like`, which is seen where the memory of a pass is counted.
     out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    after = torch.empty(segments, heads, width, size, dtype=torch.float32, device=x.device)
+    slots, fp32 = tokens // CHUNK + segments, partial(torch.empty, dtype=torch.float32, device=x.device)
+    related, factors = fp32(slots, groups, CHUNK, CHUNK), fp32(slots, heads, _FACTORS, CHUNK)
+    after = fp32(segments, heads, width, size)
     block_s = max(_SHORTEST, power_of_two(size))
     block_w = max(_SHORTEST, min(power_of_two(width), _WIDTH, _ELEMENTS // block_s))
-    tensors = x, steps, rates, inputs, outputs, skips, biases, starts, after if before is None else before, out, after
-    strides = *x.stride()[:2], *steps.stride(), *inputs.stride()[:2], *outputs.stride()[:2]
-    sizes = {"HEADS": heads, "GROUP": heads // groups, "WIDTH": width, "SIZE": size}
-    constants = sizes | {"BLOCK_W": block_w, "BLOCK_S": block_s, "PARTS": _PARTS[x.dtype], "STAGES": 2}
-    name, grid = "state_scans.mamba_kernel.scan_segments", (segments * heads * -(-width // block_w),)
-    arguments = *tensors, *strides, *map(float, limits), int(before is not None)
-    launch_named(Kernel.SCANS, name, x.device, grid, *arguments, **constants)
+    sizes = {"HEADS": heads, "GROUP": heads // groups, "SIZE": size, "BLOCK_S": block_s, "PARTS": _PARTS[x.dtype]}
+    strides = *inputs.stride()[:2], *outputs.stride()[:2]
+    sizes |= overlap_options(x.device)
+    tensors = steps, rates, inputs, outputs, biases, starts, related, factors
+    scalars = segments, *steps.stride(), *strides, *map(float, limits)
+    launch = partial(launch_named, Kernel.SCANS)
+    launch("state_scans.mamba_kernel.relate", x.device, (slots * heads,), *tensors, *scalars, **sizes)
+    tensors = x, inputs, outputs, skips, starts, related, factors, after if before is None else before, out, after
+    sizes |= {"WIDTH": width, "BLOCK_W": block_w, "STAGES": 2}
+    scalars, grid = (*x.stride()[:2], *strides, int(before is not None)), (segments * heads * -(-width // block_w),)
+    launch("state_scans.mamba_kernel.scan", x.device, grid, *tensors, *scalars, **sizes)
     return out, after

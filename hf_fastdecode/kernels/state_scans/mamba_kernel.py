@@ -1,91 +1,146 @@
 # mypy: ignore-errors
-"""The kernel of Mamba-2's scan over many tokens, see `mamba`. Sums, decays and states are in fp32."""
+"""The kernels of Mamba-2's scan over many tokens, see `mamba`. Sums, decays and states are in fp32.
+
+`relate` makes what tokens of a chunk have in common, for all chunks at once: products of what they read with what
+they are given, and decays; `scan` carries the state from chunk to chunk.
+"""
 
 import triton
 import triton.language as tl
 
+from ..pointwise.kernel import follow_previous
 from ..state_steps.kernel import softplus
-from .chunks import CHUNK, product
+from .chunks import CHUNK, chunk_of, product
+
+# Factors of a chunk's tokens. Sums of decays have two parts: their differences are as exact as sums of those between.
+HIGH = tl.constexpr(0)  # of the logarithms of decays up to a token
+LOW = tl.constexpr(1)
+STEP = tl.constexpr(2)
+WRITE = tl.constexpr(3)  # of what a token adds to the state after the chunk
+DECAY = tl.constexpr(4)  # of the whole chunk, for each
+FACTORS = tl.constexpr(5)
 
 
-@triton.jit(do_not_specialize=["resumed"])
-def scan_segments(
-    x,  # [tokens, HEADS, WIDTH], contiguous along WIDTH
+@triton.jit(do_not_specialize=["segments"])
+def relate(
     steps,  # [tokens, HEADS]
     rates,  # [HEADS]: those of the decay, negative
     inputs,  # [tokens, groups, SIZE], contiguous along SIZE (B)
     outputs,  # likewise (C)
-    skips,  # [HEADS] (D)
     biases,  # [HEADS], of the steps
     starts,  # [segments + 1], int32: the first token of each segment, and the count of tokens
-    before,  # [segments, HEADS, WIDTH, SIZE], contiguous; not read unless resumed
-    out,  # [tokens, HEADS, WIDTH], contiguous, fp32
-    after,  # [segments, HEADS, WIDTH, SIZE], likewise
-    x_token_stride,
-    x_head_stride,
-    step_token_stride,
+    related,  # [slots, groups, CHUNK, CHUNK] fp32
+    factors,  # [slots, HEADS, FACTORS, CHUNK] fp32
+    segments,
+    step_stride,  # of tokens
     step_head_stride,
-    input_token_stride,
+    input_stride,
     input_group_stride,
-    output_token_stride,
+    output_stride,
     output_group_stride,
     least,  # of a step
     most,  # likewise
-    resumed,  # whether segments begin with states; zeros if not
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # heads that share inputs and outputs
+    SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # at least SIZE
+    PARTS: tl.constexpr,  # of factors in fp32, see `product`
+    PDL: tl.constexpr,
+):
+    slot, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    follow_previous(PDL)
+    _, _, end, first = chunk_of(slot, starts, segments)
+    if first >= end:
+        return
+    at, along_s = tl.arange(0, CHUNK), tl.arange(0, BLOCK_S)
+    token = first + at.to(tl.int64)
+    here = token < end
+    step = tl.load(steps + token * step_stride + head * step_head_stride, mask=here, other=0.0).to(tl.float32)
+    step = softplus(step + tl.load(biases + head).to(tl.float32))
+    step = tl.maximum(step, least, propagate_nan=tl.PropagateNan.ALL)
+    step = tl.where(here, tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL), 0.0)
+    decay = tl.cumsum((step * tl.load(rates + head).to(tl.float32)).to(tl.float64), 0)
+    whole = tl.sum(tl.where(at == CHUNK - 1, decay, 0.0), 0)
+    high = decay.to(tl.float32)
+    factor = factors + (slot.to(tl.int64) * HEADS + head) * (FACTORS * CHUNK) + at
+    tl.store(factor + HIGH * CHUNK, high)
+    tl.store(factor + LOW * CHUNK, (decay - high.to(tl.float64)).to(tl.float32))
+    tl.store(factor + STEP * CHUNK, step)
+    tl.store(factor + WRITE * CHUNK, step * tl.exp((whole - decay).to(tl.float32)))
+    tl.store(factor + DECAY * CHUNK, tl.exp(whole.to(tl.float32)) + at * 0.0)
+    if head % GROUP == 0:
+        group = head // GROUP
+        kept = here[:, None] & (along_s < SIZE)[None, :]
+        given = inputs + group * input_group_stride + token[:, None] * input_stride + along_s[None, :]
+        read = outputs + group * output_group_stride + token[:, None] * output_stride + along_s[None, :]
+        given, read = tl.load(given, mask=kept, other=0.0), tl.load(read, mask=kept, other=0.0)
+        tile = related + (slot.to(tl.int64) * (HEADS // GROUP) + group) * (CHUNK * CHUNK)
+        tl.store(tile + at[:, None] * CHUNK + at[None, :], product(read, tl.trans(given), PARTS))
+
+
+@triton.jit(do_not_specialize=["resumed"])
+def scan(
+    x,  # [tokens, HEADS, WIDTH], contiguous along WIDTH
+    inputs,  # [tokens, groups, SIZE], contiguous along SIZE (B)
+    outputs,  # likewise (C)
+    skips,  # [HEADS] (D)
+    starts,  # [segments + 1], int32
+    related,  # see `relate`
+    factors,  # likewise
+    before,  # [segments, HEADS, WIDTH, SIZE], contiguous; not read unless resumed
+    out,  # [tokens, HEADS, WIDTH], contiguous, fp32
+    after,  # [segments, HEADS, WIDTH, SIZE], likewise
+    x_stride,  # of tokens
+    x_head_stride,
+    input_stride,
+    input_group_stride,
+    output_stride,
+    output_group_stride,
+    resumed,  # whether segments begin with states; zeros if not
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,  # of a program
-    BLOCK_S: tl.constexpr,  # at least SIZE
-    PARTS: tl.constexpr,  # of factors in fp32, see `product`
-    STAGES: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,  # chunks in flight
+    PDL: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
     block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % HEADS
-    segment = (tl.program_id(0) // (BLOCKS * HEADS)).to(tl.int64)
-    along_w, along_s, along_t = block * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_S), tl.arange(0, CHUNK)
-    in_w, in_s = along_w < WIDTH, along_s < SIZE
+    segment = tl.program_id(0) // (BLOCKS * HEADS)
+    at, along_s, along_w = tl.arange(0, CHUNK), tl.arange(0, BLOCK_S), block * BLOCK_W + tl.arange(0, BLOCK_W)
+    in_s, in_w = along_s < SIZE, along_w < WIDTH
+    follow_previous(PDL)
+    place = ((segment.to(tl.int64) * HEADS + head) * WIDTH + along_w)[None, :] * SIZE + along_s[:, None]
     kept = in_s[:, None] & in_w[None, :]
-    places = ((segment * HEADS + head) * WIDTH + along_w)[None, :] * SIZE + along_s[:, None]
-    state = tl.load(before + places, mask=kept & (resumed != 0), other=0.0).to(tl.float32)
-    rate, skip = tl.load(rates + head).to(tl.float32), tl.load(skips + head).to(tl.float32)
-    bias = tl.load(biases + head).to(tl.float32)
-    earlier = along_t[:, None] >= along_t[None, :]
-    x += head * x_head_stride
-    steps += head * step_head_stride
-    inputs += head // GROUP * input_group_stride
-    outputs += head // GROUP * output_group_stride
-    end = tl.load(starts + segment + 1)
-    x_places = along_t[:, None] * x_token_stride + along_w[None, :]
-    input_places = along_t[:, None] * input_token_stride + along_s[None, :]
-    output_places = along_t[:, None] * output_token_stride + along_s[None, :]
-    out_places = along_t[:, None] * (HEADS * WIDTH) + along_w[None, :]
-    for begin in tl.range(tl.load(starts + segment), end, CHUNK, num_stages=STAGES):
-        at = tl.cast(begin, tl.int64)
-        here = begin + along_t < end
-        step = tl.load(steps + at * step_token_stride + along_t * step_token_stride, mask=here, other=0.0)
-        step = tl.maximum(softplus(step.to(tl.float32) + bias), least, propagate_nan=tl.PropagateNan.ALL)
-        step = tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL)
-        step = tl.where(here, step, 0.0)
-        # Sums of decays in two parts: their differences are as exact as sums of the decays between.
-        decay = (step * rate).to(tl.float64)
-        whole, decay = tl.sum(decay, 0), tl.cumsum(decay, 0)
-        high = decay.to(tl.float32)
-        low = (decay - high.to(tl.float64)).to(tl.float32)
-        of_input, of_x = here[:, None] & in_s[None, :], here[:, None] & in_w[None, :]
-        given = tl.load(inputs + at * input_token_stride + input_places, mask=of_input, other=0.0)
-        read = tl.load(outputs + at * output_token_stride + output_places, mask=of_input, other=0.0)
-        number = tl.load(x + at * x_token_stride + x_places, mask=of_x, other=0.0)
-
-        # What tokens of the chunk give to later ones.
-        weight = product(read, tl.trans(given), PARTS)
+    state = tl.load(before + place, mask=kept & (resumed != 0), other=0.0).to(tl.float32)
+    skip = tl.load(skips + head).to(tl.float32)
+    start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
+    slot = (start // CHUNK + segment).to(tl.int64)
+    x_tile = x + head * x_head_stride + along_w[None, :]
+    input_tile = inputs + head // GROUP * input_group_stride + along_s[None, :]
+    output_tile = outputs + head // GROUP * output_group_stride + along_s[None, :]
+    tile = related + head // GROUP * (CHUNK * CHUNK) + at[:, None] * CHUNK + at[None, :]
+    factors += head * (FACTORS * CHUNK)
+    for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+        token = first + at.to(tl.int64)
+        here = (token < end)[:, None]
+        given = tl.load(input_tile + token[:, None] * input_stride, mask=here & in_s[None, :], other=0.0)
+        read = tl.load(output_tile + token[:, None] * output_stride, mask=here & in_s[None, :], other=0.0)
+        number = tl.load(x_tile + token[:, None] * x_stride, mask=here & in_w[None, :], other=0.0)
+        weight = tl.load(tile + slot * (HEADS // GROUP * CHUNK * CHUNK))
+        factor = factors + slot * (HEADS * FACTORS * CHUNK)
+        high, low = tl.load(factor + HIGH * CHUNK + at), tl.load(factor + LOW * CHUNK + at)
+        step, write = tl.load(factor + STEP * CHUNK + at), tl.load(factor + WRITE * CHUNK + at)
+        decay = tl.load(factor + DECAY * CHUNK)
+        # What tokens of the chunk give to later ones, and the state before it to all.
         between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-        weight = tl.where(earlier, weight * tl.exp(tl.minimum(between, 0.0)) * step[None, :], 0.0)
+        weight = tl.where(at[:, None] >= at[None, :], weight * tl.exp(between) * step[None, :], 0.0)
         found = product(weight, number, PARTS)
-        # What the state before the chunk gives.
         found += product(read, state, PARTS) * tl.exp(high)[:, None] + skip * number.to(tl.float32)
-        tl.store(out + (at * HEADS + head) * WIDTH + out_places, found, mask=of_x)
-        added = number.to(tl.float32) * (step * tl.exp((whole - decay).to(tl.float32)))[:, None]
-        state = state * tl.exp(whole.to(tl.float32)) + product(tl.trans(given), added, PARTS)
-    tl.store(after + places, state, mask=kept)
+        state = state * decay + product(tl.trans(given), number.to(tl.float32) * write[:, None], PARTS)
+        tl.store(out + (token[:, None] * HEADS + head) * WIDTH + along_w[None, :], found, mask=here & in_w[None, :])
+        slot += 1
+    tl.store(after + place, state, mask=kept)

@@ -242,6 +242,7 @@ def test_a_capture_has_counters_of_its_own() -> None:
     device, shared = torch.device("cuda"), RowProducts()
     inputs, weight = torch.randn(4, 4096, device=device).half(), torch.randn(1024, 4096, device=device).half()
     stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+    stream.wait_stream(torch.cuda.current_stream())
     graph, other = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.stream(stream):
         (eager,) = shared.linears(inputs, [weight], [None]) or [None]

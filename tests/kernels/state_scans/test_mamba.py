@@ -127,12 +127,12 @@ def test_scan_of_large_models(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_no_length_compiles_again() -> None:
-    from hf_fastdecode.kernels.state_scans.mamba_kernel import scan_segments
+    from hf_fastdecode.kernels.state_scans.mamba_kernel import relate, scan
 
     counts = set()
     for lengths in ((64,), (1, 65), (16,) * 16, (4096, 3)):
         check(Case(lengths, 1, 3), torch.bfloat16)
-        counts.add(len(scan_segments.device_caches[torch.cuda.current_device()][0]))
+        counts.add(tuple(len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (relate, scan)))
     assert len(counts) == 1
 
 
