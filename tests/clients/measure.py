@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -19,11 +19,11 @@ from benchmarks import RESULTS
 from hf_fastdecode.assets import MODEL_PATH, embedded_tasks
 from hf_fastdecode.measurement.rows import failed, provenance, run
 
-from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, pipeline_samples
+from .evaluation import evalplus_decoder, evalplus_samples, lm_eval_samples, lm_eval_scores, pipeline_samples
 from .models import load
 from .programs import PROGRAMS, Work
 from .programs import run as run_program
-from .recording import Calls, recorded
+from .recording import Calls, recorded, recorded_scoring
 
 WAYS = ("stock", "enabled")
 
@@ -74,6 +74,15 @@ def lm_eval(problems: int, **options: Any) -> Callable[[PreTrainedModel, PreTrai
     return generate
 
 
+def lm_eval_scored(enable: bool, *, problems: int, shots: int, batch_size: int, rolling: bool) -> tuple[Any, Calls]:
+    """Log-likelihoods by lm-eval, whose metrics, as it prints them, stand for samples; calls are forward passes."""
+    (model, tokenizer), sizes = _loaded("embedded"), {"problems": problems, "shots": shots, "batch_size": batch_size}
+    keeping = fd.enabled(model, reuse_prefix=True) if enable else nullcontext()
+    with tempfile.TemporaryDirectory() as folder, keeping, recorded_scoring(model) as calls:
+        scores, _ = lm_eval_scores(model, tokenizer, Path(folder), rolling=rolling, **sizes)
+    return {name: f"{value:.4f}" for name, value in scores.items()}, calls
+
+
 def evalplus(enable: bool) -> tuple[Any, Calls]:
     """evalplus's decoder, which loads its model by name."""
     decoder = evalplus_decoder(MODEL_PATH, samples=16, new_tokens=64)
@@ -101,9 +110,12 @@ def cases() -> list[ClientCase]:
     batch = lm_eval(4, shots=6, batch_size=16, new_tokens=64, repeats=16)
     single = lm_eval(12, shots=8, batch_size=1, new_tokens=32)
     pipe = pipelined(4, shots=6, samples=16, new_tokens=64)
+    choices = partial(lm_eval_scored, problems=24, shots=5, batch_size=16, rolling=False)
+    rolling = partial(lm_eval_scored, problems=48, shots=0, batch_size=16, rolling=True)
     of_embedded = [
         ("lm-eval", "6 shots, 16 repeats, batches of 16", evaluated("embedded", batch)),
         ("lm-eval", "8 shots, greedy, batch size 1, reuse_prefix=True", evaluated("embedded", single, **reuse)),
+        ("lm-eval", "5 shots, multiple choice, batches of 16, reuse_prefix=True", choices),
         ("evalplus", "6 shots, 16 samples", evalplus),
         ("pipeline", "6 shots, 16 samples", evaluated("embedded", pipe)),
     ]
@@ -130,6 +142,9 @@ def cases() -> list[ClientCase]:
     return [
         ClientCase("TRL GRPO", "embedded", "bf16 autocast, 3 shots, 16 completions", grpo, repeats=1),
         *(ClientCase(program, "embedded", setting, run) for program, setting, run in of_embedded),
+        ClientCase(
+            "lm-eval", "embedded", "texts without a common context, batches of 16, reuse_prefix=True", rolling, 15
+        ),
         *(ClientCase(program, "embedded", setting, run, repeats=1) for program, setting, run in of_programs),
         *(ClientCase(program, "smollm2", setting, run, repeats=1) for program, setting, run in of_smollm2),
     ]

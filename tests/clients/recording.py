@@ -97,6 +97,23 @@ def recorded(model: PreTrainedModel) -> Iterator[Calls]:
         yield calls
 
 
+@contextmanager
+def recorded_scoring(model: PreTrainedModel) -> Iterator[Calls]:
+    """Record an instance's forward calls for a block likewise, with the tokens that they computed."""
+    calls, inner = Calls(), model.forward
+
+    def forward(input_ids: Tensor, **kwargs: Any) -> Any:
+        output, seconds, extra_bytes = _measured(model, inner, input_ids, **kwargs)
+        last, tokens, path, reason = fd.explain(model).last_forward, input_ids.numel(), "stock", ""
+        if last is not None:
+            tokens, path, reason = last.computed, last.path, last.reason
+        calls.made.append(Call(seconds, *input_ids.shape, tokens, path, reason, extra_bytes))
+        return output
+
+    with _replaced(model, "forward", forward):
+        yield calls
+
+
 def _measured(
     model: PreTrainedModel, call: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, float, int | None]:
