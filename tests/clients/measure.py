@@ -158,19 +158,17 @@ def _loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 @lru_cache(maxsize=1)
-def _stock(case: ClientCase) -> tuple[Any, list[Calls]]:
-    """What stock transformers gives, and the calls of each run."""
-    runs = [case.run(False) for _ in range(case.repeats)]
-    return runs[0][0], [calls for _, calls in runs]
+def _runs(case: ClientCase) -> dict[str, list[tuple[Any, Calls]]]:
+    """Samples and calls of each run by way; stock and enabled run in turn, as machines are faster at times."""
+    pairs = [[case.run(way == "enabled") for way in WAYS] for _ in range(case.repeats)]
+    return dict(zip(WAYS, map(list, zip(*pairs, strict=True)), strict=True))
 
 
 def measure(case: ClientCase, way: str) -> dict[str, Any]:
     """The measured columns of a row; the status tells other samples than stock's, and calls that were not shared."""
-    expected, runs = _stock(case)
-    status = "ok"
+    found, runs, status = _runs(case)[way], [calls for _, calls in _runs(case)[way]], "ok"
     if way == "enabled":
-        found = [case.run(True) for _ in range(case.repeats)]
-        runs = [calls for _, calls in found]
+        expected = _runs(case)["stock"][0][0]
         stock = [call for calls in runs for call in calls.made if call.path != "shared"]
         if any(samples != expected for samples, _ in found):
             status = "wrong: other samples than stock"
