@@ -30,6 +30,7 @@ CLIENTS: Final[dict[str, tuple[Callable[[Measurement], bool], str]]] = {
     "training": (lambda row: row["program"].startswith("TRL"), "weights"),
     "evaluation": (lambda row: row["program"] in ("lm-eval", "evalplus", "pipeline"), "samples"),
     "programs": (lambda row: row["model"] == "embedded", "results"),
+    "scoring": (lambda _: True, "scores"),
 }
 """By the name of a table: its rows, and what is the same where their status is ok."""
 
@@ -46,6 +47,8 @@ def clients_table(rows: Sequence[Measurement], *, name: str) -> str:
         cells.append(" → ".join(f"{int(row['prefilled_tokens']):,}" for row in (stock, enabled)))
         lines.append([*cells, "yes" if enabled["status"] == "ok" else enabled["status"]])
     names = ["program", "model", "setting", "seconds in generate", "tokens prefilled", f"same {same}"]
+    if name == "scoring":
+        names[3:5] = "seconds in forward passes", "tokens computed"
     note = f"{_where(rows[0])}; stock → enabled; medians where a case was run more than once."
     return markdown(names, lines, note)
 
@@ -67,6 +70,28 @@ def rollouts_table(rows: Sequence[Measurement]) -> str:
     return markdown(names, lines, note)
 
 
+def divided_rollouts_table(rows: Sequence[Measurement]) -> str:
+    """Rollouts of a model on several GPUs, a line for each shape and way of dividing it."""
+    ways = {
+        "stock": "FSDP 2, stock",
+        "ddp": "DistributedDataParallel",
+        "gathered": "FSDP 2",
+        "zero3": "ZeRO-3, `ds3_gather_for_generation=False`",
+        "zero3-gathered": "ZeRO-3, TRL gathers",
+    }
+    lines = []
+    for row in rows:
+        seconds = [f"{float(row[name]):.2f} s" for name in ("first_s", "rollout_s")]
+        size = float(row["gathered_bytes"] or 0) / 2**30
+        gathered = f"{size:.1f} GiB in {1e3 * float(row['gather_s']):.0f} ms" if size else ""
+        sizes = [f"{float(row['most_bytes']) / 2**30:.1f} GiB", gathered]
+        lines.append([row["shape"], ways[row["way"]], *seconds, *sizes, row["captures"] or "none"])
+    first = rows[0]
+    note = f"{first['ranks']} processes, each {first['rows']} completions of 256 tokens of 4 prompts of 1,000; bf16; "
+    note += f"memory: the most of a GPU; captures: in all rollouts; {_where(first)}."
+    return markdown(["model", "", "the first", "later ones", "memory", "gathered", "captures"], lines, note)
+
+
 def grpo_steps_table(rows: Sequence[Measurement]) -> str:
     """Seconds of a whole training step with a rollout, and of its parts, a line for each way."""
     ways = {"stock": "stock", "rollouts": "`fd.enable(model, share_forward=False)`", "enabled": "`fd.enable(model)`"}
@@ -79,6 +104,22 @@ def grpo_steps_table(rows: Sequence[Measurement]) -> str:
     note = f"{first['program']} (TRL {first['trl']}), {first['model']} in bf16: {what}; {_where(first)}."
     names = ["", "a step", "rollout", "log-probabilities", "update and all else", "peak memory", "of the last pass"]
     return markdown(names, lines, note)
+
+
+def grpo_steps_in_brief(rows: Sequence[Measurement]) -> str:
+    """A sentence: a whole step and its parts, stock → enabled."""
+    ways = {row["way"]: row for row in rows}
+    step, *parts = (
+        " → ".join(f"{float(ways[way][name]):.1f}" for way in ("stock", "enabled"))
+        for name in ("step_s", "rollout_s", "logprobs_s", "update_s")
+    )
+    first = rows[0]
+    what = (
+        f"A whole step of TRL's GRPOTrainer ({first['rows']} completions of {first['new_tokens']} tokens, prompts of "
+    )
+    what += f"up to {first['prompt_tokens']}, {first['model']}'s shape, {first['device']}), stock → enabled"
+    named = zip(("rollout", "log-probabilities", "update and all else"), parts, strict=True)
+    return f"{what}: **{step} s**; {', '.join(f'{name} {seconds}' for name, seconds in named)}."
 
 
 def _where(row: Measurement) -> str:

@@ -18,7 +18,15 @@ from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
-from .programs_table import CLIENTS, clients_table, grpo_steps_table, rollouts_table, vllm_table
+from .programs_table import (
+    CLIENTS,
+    clients_table,
+    divided_rollouts_table,
+    grpo_steps_in_brief,
+    grpo_steps_table,
+    rollouts_table,
+    vllm_table,
+)
 from .readme import draw_readme_figures, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
@@ -72,7 +80,9 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "steps apart": generate.steps_apart_table,
     **{name: partial(clients_table, name=name) for name in CLIENTS},
     "rollouts": rollouts_table,
+    "divided rollouts": divided_rollouts_table,
     "grpo steps": grpo_steps_table,
+    "grpo steps in brief": grpo_steps_in_brief,
     "forward in brief": partial(forward_table, brief=True),
     "vllm": vllm_table,
     "readme": readme_table,

@@ -90,8 +90,8 @@ def scan_segments(
     scalars = segments, *steps.stride(), *strides, *map(float, limits)
     launch = partial(launch_named, Kernel.SCANS)
     launch("state_scans.mamba_kernel.relate", x.device, (slots * heads,), *tensors, *scalars, **sizes)
-    tensors = x, inputs, outputs, skips, starts, related, factors, after if before is None else before, out, after
+    carried = x, inputs, outputs, skips, starts, related, factors, after if before is None else before, out, after
     sizes |= {"WIDTH": width, "BLOCK_W": block_w, "STAGES": 2}
     scalars, grid = (*x.stride()[:2], *strides, int(before is not None)), (segments * heads * -(-width // block_w),)
-    launch("state_scans.mamba_kernel.scan", x.device, grid, *tensors, *scalars, **sizes)
+    launch("state_scans.mamba_kernel.scan", x.device, grid, *carried, *scalars, **sizes)
     return out, after
