@@ -26,7 +26,7 @@ from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .reuse import ModelThen, Prefixes, keep
+from .reuse import KeptRows, ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import (
     check_backward_hooks,
@@ -97,11 +97,16 @@ def _shared(
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
-    most = _most_kept(options, decoder, given)
+    keeps = _may_keep(decoder, given)
+    most, keeps_rows = options.reused_bytes if keeps else 0, keeps and options.log_probs == "trainer"
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
-    batch = read_batch(decoder, given, least=1 if most else 2)
+    last, state.last_rows = state.last_rows if keeps_rows else None, None
+    batch = read_batch(decoder, given, least=1 if most or last is not None else 2)
+    if isinstance(last, KeptRows) and (output := _of_last(last, decoder, structure, batch, given, report)) is not None:
+        state.last_rows = last
+        return output
     before = _before(state, decoder, structure) if most else None
     moved, trie = _found(options, decoder, structure, batch, before)
     report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
@@ -123,8 +128,11 @@ def _shared(
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
-    if most:
+    if most or keeps_rows:
         then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
+    if keeps_rows:
+        state.last_rows = KeptRows.of(batch.rows, trie, hidden, type(output), then)
+    if most:
         state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
@@ -184,11 +192,30 @@ def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
         raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay", remedy)
 
 
-def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
-    """Bytes that the pass may keep for later ones: last hidden states of ids alone, without gradients."""
+def _may_keep(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Whether the pass may keep something for later ones: last hidden states of ids alone, without gradients."""
     if torch.is_grad_enabled() or given.get(NAMES.embeddings) is not None:
-        return 0
-    return 0 if given.get("output_hidden_states") or decoder.config.output_hidden_states else options.reused_bytes
+        return False
+    return not (given.get("output_hidden_states") or decoder.config.output_hidden_states)
+
+
+def _of_last(
+    last: KeptRows,
+    decoder: PreTrainedModel,
+    structure: Structure,
+    batch: Batch,
+    given: dict[str, Any],
+    report: ForwardReport,
+) -> Any:
+    """The output for rows that the last pass has computed; None for others."""
+    index = None if _makes_cache(decoder, given) else last.index(batch.rows, batch.width)
+    if index is None or not last.then.is_now(decoder, structure):
+        return None
+    check_labels(batch)
+    report.rows, report.tokens = len(batch.rows), sum(len(row.keys) for row in batch.rows)
+    report.kept, report.path, report.reason = last.hidden.shape[1], "shared", "the last pass computed these rows"
+    output = last.kind(last_hidden_state=last.hidden)
+    return _of_rows(decoder, output, torch.from_numpy(index).to(last.hidden.device), given)
 
 
 def _run_packed(
