@@ -122,10 +122,10 @@ class KeptRows:
     then: ModelThen
 
     @classmethod
-    def of(cls, rows: Sequence[Row], trie: Trie, hidden: Tensor, kind: type, then: ModelThen) -> KeptRows:
+    def of(cls, rows: Sequence[Row], trie: Trie, output: Any, then: ModelThen) -> KeptRows:
         of_rows = zip(rows, trie.index, strict=True)
         tokens = {_name(row): places[row.column : row.column + len(row.keys)] for row, places in of_rows}
-        return cls(tokens, hidden, kind, then)
+        return cls(tokens, output["last_hidden_state"], type(output), then)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         return None  # a copy of the model has other weights

@@ -75,7 +75,8 @@ def _forward(
     structure = state.structure_of(decoder)
     try:
         try:
-            return _shared(state, decoder, original, structure, given, report)
+            output = _of_last_rows(state, decoder, structure, given, report)
+            return _shared(state, decoder, original, structure, given, report) if output is None else output
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
         return original(*args, **kwargs)
@@ -97,16 +98,11 @@ def _shared(
 ) -> Any:
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
-    keeps = _may_keep(decoder, given)
-    most, keeps_rows = options.reused_bytes if keeps else 0, keeps and options.log_probs == "trainer"
+    most = _most_kept(options, decoder, given)
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
-    last, state.last_rows = state.last_rows if keeps_rows else None, None
-    batch = read_batch(decoder, given, least=1 if most or last is not None else 2)
-    if isinstance(last, KeptRows) and (output := _of_last(last, decoder, structure, batch, given, report)) is not None:
-        state.last_rows = last
-        return output
+    batch = read_batch(decoder, given, least=1 if most else 2)
     before = _before(state, decoder, structure) if most else None
     moved, trie = _found(options, decoder, structure, batch, before)
     report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
@@ -128,11 +124,9 @@ def _shared(
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
-    if most or keeps_rows:
-        then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
-    if keeps_rows:
-        state.last_rows = KeptRows.of(batch.rows, trie, hidden, type(output), then)
+    state.last_rows = _rows_to_keep(options, decoder, structure, batch, trie, output, given)
     if most:
+        then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
         state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
@@ -192,26 +186,46 @@ def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
         raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay", remedy)
 
 
+def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
+    """Bytes that the pass may keep for later ones."""
+    return options.reused_bytes if _may_keep(decoder, given) else 0
+
+
 def _may_keep(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
-    """Whether the pass may keep something for later ones: last hidden states of ids alone, without gradients."""
+    """Whether a pass is one of last hidden states of ids alone, without gradients, of which others may have some."""
     if torch.is_grad_enabled() or given.get(NAMES.embeddings) is not None:
         return False
     return not (given.get("output_hidden_states") or decoder.config.output_hidden_states)
 
 
-def _of_last(
-    last: KeptRows,
+def _rows_to_keep(
+    options: Options,
     decoder: PreTrainedModel,
     structure: Structure,
     batch: Batch,
+    trie: Trie,
+    output: Any,
     given: dict[str, Any],
-    report: ForwardReport,
+) -> KeptRows | None:
+    """All rows of a pass, with ``log_probs="trainer"``."""
+    if options.log_probs != "trainer" or not _may_keep(decoder, given):
+        return None
+    return KeptRows.of(batch.rows, trie, output, ModelThen.of(decoder, structure))
+
+
+def _of_last_rows(
+    state: ModelState, decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], report: ForwardReport
 ) -> Any:
-    """The output for rows that the last pass has computed; None for others."""
-    index = None if _makes_cache(decoder, given) else last.index(batch.rows, batch.width)
-    if index is None or not last.then.is_now(decoder, structure):
+    """The output of a pass over rows that the last one has kept; None for others. Raises `Unsupported`."""
+    last, state.last_rows = state.last_rows, None
+    if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
+        return None
+    check_settings(decoder, structure, given)
+    batch = read_batch(decoder, given, least=1)
+    if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
         return None
     check_labels(batch)
+    state.last_rows = last
     report.rows, report.tokens = len(batch.rows), sum(len(row.keys) for row in batch.rows)
     report.kept, report.path, report.reason = last.hidden.shape[1], "shared", "the last pass computed these rows"
     output = last.kind(last_hidden_state=last.hidden)

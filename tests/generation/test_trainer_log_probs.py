@@ -155,6 +155,11 @@ def test_calls_that_run_stock_and_recorders_have_them():
     assert torch.equal(stock.sequences, expected.sequences)
     assert torch.equal(stock.logprobs, expected.logprobs)
     assert torch.equal(stock.processed_logprobs, expected.processed_logprobs)
+    fd.enable(model, log_probs="trainer")
+    for _ in range(2):  # the second is told by its shapes to save too little
+        short = model.generate(PROMPTS["input_ids"][:1], **RETURNED)
+        assert fd.explain(model).last_call.path == "stock"
+        assert short.logprobs.max() < 0
 
 
 def test_nothing_is_scored_unless_asked_for():

@@ -18,8 +18,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerationMode
 
 from ..._compat import pad_token
-from ...errors import Unsupported
+from ...errors import reason_of
 from ..call_context import active_call_of_thread
+from ..forward_pass import PromptNames, input_device, prompt_names
 from ..model_state import last_forward_of, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
@@ -57,13 +58,12 @@ def adding_log_probs(
     asked = recorders or config.return_dict_in_generate
     if state is None or state.options.log_probs != "trainer" or not asked:
         return lambda output: output
-    try:
-        _check(model, config.get_generation_mode(arguments.get("assistant_model")), synced_gpus=synced_gpus)
-    except Unsupported as error:
+    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")), synced_gpus=synced_gpus)
+    if refusal is not None:
         raise ValueError(
-            f"log_probs='trainer' scores rows of text that are drawn token by token, and {error}, or enable the model "
-            "with log_probs='auto'"
-        ) from error
+            f"log_probs='trainer' scores rows of text that are drawn token by token, and {refusal}, or enable the "
+            "model with log_probs='auto'"
+        )
     others = LogitsProcessorList(one for one in processors if type(one) is not TokenLogProbs)
     sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
@@ -71,19 +71,19 @@ def adding_log_probs(
     return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
 
 
-def _check(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool) -> None:
-    """Raise `Unsupported` for calls whose rows cannot be scored."""
+def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool) -> str | None:
+    """Why rows of a call cannot be scored, and what to do; None if they can."""
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise Unsupported(f"this call runs {mode.value.replace('_', ' ')}", "use num_beams=1 without an assistant")
-    if model.config.is_encoder_decoder:
-        raise Unsupported(f"{type(model).__name__} has an encoder", "use a decoder")
+        return f"this call runs {mode.value.replace('_', ' ')}; use num_beams=1 without an assistant"
+    if prompt_names(model) != PromptNames():
+        return f"{type(model).__name__} has an encoder; use a decoder"
     call = active_call_of_thread.get()
     given = set() if call is None else call.given.keys() - _READ
     if others := given & inspect.signature(model.forward).parameters.keys():
-        raise Unsupported(f"this call is given {', '.join(sorted(others))}", "give input_ids and attention_mask alone")
+        return f"this call is given {', '.join(sorted(others))}; give input_ids and attention_mask alone"
     if synced_gpus:  # rows of other lengths may take another number of passes
-        raise Unsupported("synced_gpus=True asks for as many passes of all processes", "use synced_gpus=False")
-    check_noise(model.modules())
+        return "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
+    return reason_of(check_noise, model.modules())
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,14 @@ class _TrainerLogProbs:
         drawn = self._drawn(tokens)
         mask = torch.cat([self.mask, drawn.to(self.mask.dtype)], dim=1)
         raw = torch.zeros_like(tokens, dtype=torch.float32)
-        processed = torch.zeros_like(raw)
+        processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
         for rows, steps in self._parts(sequences, mask):
-            logits = self._logits(sequences[rows], mask[rows], width - 1 + steps)
-            chosen = tokens[rows][:, steps, None]
-            raw[rows[:, None], steps] = logits.log_softmax(-1).gather(2, chosen)[..., 0]
-            processors = self.sampler.processors_of(rows)
-            for place, step in enumerate(steps.tolist() if processes else ()):
-                scores = processors(sequences[rows, : width + step], logits[:, place])
-                processed[rows, step] = scores.log_softmax(-1).gather(1, chosen[:, place])[:, 0]
+            logits, chosen = self._logits(sequences[rows], mask[rows], steps), tokens[rows, steps, None]
+            raw[rows, steps] = logits.log_softmax(-1).gather(2, chosen)[..., 0]
+            processors = self.sampler.processors_of(numbers[rows])
+            for place in range(logits.shape[1] if processes else 0):
+                scores = processors(sequences[rows, : width + steps.start + place], logits[:, place])
+                processed[rows, steps.start + place] = scores.log_softmax(-1).gather(1, chosen[:, place])[:, 0]
         return raw.where(drawn, 0.0), processed.where(drawn, 0.0)
 
     def _drawn(self, tokens: Tensor) -> Tensor:
@@ -143,28 +142,30 @@ class _TrainerLogProbs:
             drawn &= (tokens != self.pad).flip(1).cumsum(1).flip(1) > 0
         return drawn
 
-    def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:
         """Rows and steps whose logits are computed at once: some steps of all rows, if their layers run only once."""
-        rows, steps = (torch.arange(size, device=mask.device) for size in (len(mask), sequences.shape[1] - self.width))
-        vocabulary = self.model.config.get_text_config().vocab_size
-        if (fit := _LOGITS // vocabulary) >= len(rows) * len(steps):
-            return [(rows, steps)]
-        self._logits(sequences, mask, steps[:1])
+        rows, steps = len(mask), sequences.shape[1] - self.mask.shape[1]
+        fit = _LOGITS // self.model.config.get_text_config().vocab_size
+        if fit >= rows * steps:
+            return [(slice(rows), slice(0, steps))]
+        self._logits(sequences, mask, slice(0, 1))
         report = last_forward_of(self.model)
         if report is not None and report.path == "shared":
-            return [(rows, part) for part in steps.split(max(1, fit // len(rows)))]
-        return [(part, steps) for part in rows.split(max(1, fit // len(steps)))]
+            return [(slice(rows), part) for part in _slices(steps, fit // rows)]
+        return [(part, slice(0, steps)) for part in _slices(rows, fit // steps)]
 
-    @property
-    def width(self) -> int:
-        """Tokens of each prompt, padding included."""
-        return self.mask.shape[1]
-
-    def _logits(self, ids: Tensor, mask: Tensor, columns: Tensor) -> Tensor:
-        """Logits ``[rows, columns, vocabulary]`` fp32, on the device of the ids, that follow these columns."""
-        device = self.model.device
+    def _logits(self, ids: Tensor, mask: Tensor, steps: slice) -> Tensor:
+        """Logits ``[rows, steps, vocabulary]`` fp32, on the device of the ids, that these steps draw from."""
+        device, before = input_device(self.model), self.mask.shape[1] - 1
+        columns = torch.arange(before + steps.start, before + steps.stop, device="cpu")  # for a head on any device
         given = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
-        if keeps := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            given["logits_to_keep"] = columns.to(device)
+        if takes := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            given["logits_to_keep"] = columns
         logits: Tensor = self.model(**given).logits
-        return (logits if keeps else logits[:, columns.to(device)]).to(ids.device, torch.float32)
+        return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """As few slices of `most` or one."""
+    size = max(1, most)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]
