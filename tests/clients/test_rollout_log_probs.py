@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import peft
 import pytest
-import torch
 from trl import GRPOTrainer
 
 from .scored_training import STEPS, train_scored
-from .test_docs import DOCS
 from .test_shared_forward import CHECKPOINTING, LORA, difference
+from .training import rollout_of_page
 
 TWICE = {"num_iterations": 2, "steps_per_generation": 2, "temperature": 0.8}
-
-
-def rollout_of_page():
-    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "rl.md").read_text(), re.DOTALL)
-    names = {"torch": torch}
-    exec(next(block for block in blocks if "def rollout" in block), names)
-    return names["rollout"]
 
 
 @pytest.fixture

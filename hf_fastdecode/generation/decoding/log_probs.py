@@ -139,7 +139,7 @@ class _TrainerLogProbs:
         ends = torch.zeros_like(tokens) if eos is None else torch.isin(tokens, eos).long()
         drawn = ends.cumsum(1) == ends
         if self.stopping.custom and self.stopping.pads and self.pad is not None:
-            drawn &= (tokens != self.pad).flip(1).cumsum(1).flip(1) > 0
+            drawn &= (tokens != self.pad.to(tokens.device)).flip(1).cumsum(1).flip(1) > 0
         return drawn
 
     def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:

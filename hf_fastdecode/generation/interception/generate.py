@@ -402,7 +402,9 @@ def decode(
                         "on a GPU they are captured in CUDA graphs"
                     )
                 parts = input_ids, logits_processor, stopping_criteria, streamer
-                return finish(_for_callers(model, decode_shared(call, passes.make_steps, start, *parts)))
+                shared = decode_shared(call, passes.make_steps, start, *parts)
+        if not call.runs_stock:
+            return finish(_for_callers(model, shared))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         _require_same_draws(call, "transformers")
