@@ -21,7 +21,7 @@ from .generation.foreign_code import held_model
 from .generation.interception.generate import METHODS
 from .generation.interception.switches import Wrapper
 from .generation.model_state import STATE_LOCK, ModelState, generates, last_forward_of, state_of
-from .generation.options import FuseProjections, Mode, Options, Sampler
+from .generation.options import FuseProjections, LogProbs, Mode, Options, Sampler
 from .generation.prompts.kept import prefill_kept
 from .generation.prompts.prefix_store import require_room
 from .generation.report import ForwardReport, Report
@@ -53,6 +53,7 @@ def enable(
     max_rows: int | None = None,
     reuse_prefix: bool | int = False,
     share_forward: bool = True,
+    log_probs: LogProbs = "auto",
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False,
     peer_timeout: float = 60,
 ) -> Model:
@@ -103,6 +104,10 @@ def enable(
             compute shared tokens once, with the outputs and gradients of stock: passes of the model itself and of
             all that holds its decoder, such as heads, adapters and trainers. Outputs of padding are 0, without a
             gradient. Passes that save fewer than `min_saved_tokens` run stock.
+        log_probs: Which log-probabilities of drawn tokens `generate` returns, where it is asked for them
+            (``return_dict_in_generate``, `TokenLogProbs`): ``auto`` those of the steps that drew them; ``trainer``
+            those of a pass over the finished rows, as a trainer runs it, whose hidden states a trainer's own pass
+            without gradients over these rows is then given. See `FastDecodeOutput` and docs/rl.md.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
             attends to it; a collective per layer merges the partials. ``"auto"`` divides between the processes of the
@@ -130,6 +135,7 @@ def enable(
         max_rows,
         reuse_prefix,
         share_forward,
+        log_probs,
         sequence_parallel,
         peer_timeout,
     )
@@ -166,6 +172,7 @@ def _installed(
         if not options.reuse_prefix:
             model_state.prefix_store.clear()
             model_state.kept_forward = None
+        model_state.last_rows = None
     return model_state
 
 

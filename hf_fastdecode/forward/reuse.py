@@ -1,12 +1,14 @@
-"""Prefixes that passes without gradients keep for later ones (`reuse_prefix`): keys, values and last hidden states.
+"""What passes without gradients keep for later ones: prefixes' keys, values and last hidden states (`reuse_prefix`).
 
 A pass keeps the nodes that several of its rows read, or rows of the last pass, and those kept before that it has used.
 So a prompt that all rows of many passes begin with, as an evaluation's examples, is computed once, or twice where rows
 come one by one. Passes that share nothing run stock, and their ids alone are remembered until the next pass.
+With ``log_probs="trainer"`` a pass also keeps last hidden states of all its rows, for later ones over some of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +103,45 @@ def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: Mode
         start = rows[row].column
         paths.append(Row(keys, rows[row].position, stored=place[trie.index[row, start : start + len(keys)]]))
     return Prefixes(paths, *_selected(layers, hidden, tokens), then)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Last hidden states of all rows of a pass.
+
+    Attributes:
+        tokens: ``[length]`` each: the rows' tokens among the distinct ones, by the rows' `_name`.
+        hidden: ``[1, tokens, hidden_size]`` of the distinct tokens.
+        kind: The class of the decoder's output.
+        then: The decoder.
+    """
+
+    tokens: dict[tuple[int, bytes], Numbers]
+    hidden: Tensor
+    kind: type
+    then: ModelThen
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], trie: Trie, output: Any, then: ModelThen) -> KeptRows:
+        of_rows = zip(rows, trie.index, strict=True)
+        tokens = {_name(row): places[row.column : row.column + len(row.keys)] for row, places in of_rows}
+        return cls(tokens, output["last_hidden_state"], type(output), then)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        return None  # a copy of the model has other weights
+
+    def index(self, rows: Sequence[Row], width: int) -> Numbers | None:
+        """Each place's token, as in `Trie.index`; None if one of the rows is not kept."""
+        index: Numbers = np.full((len(rows), width), self.hidden.shape[1], dtype=np.int64)
+        for row, places in zip(rows, index, strict=True):
+            if (tokens := self.tokens.get(_name(row))) is None:
+                return None
+            places[row.column : row.column + len(tokens)] = tokens
+        return index
+
+
+def _name(row: Row) -> tuple[int, bytes]:
+    return row.position, row.keys.tobytes()
 
 
 def _selected(layers: Layers, hidden: Tensor, tokens: Numbers) -> tuple[Layers, Tensor]:

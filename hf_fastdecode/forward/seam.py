@@ -26,7 +26,7 @@ from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .reuse import ModelThen, Prefixes, keep
+from .reuse import KeptRows, ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import (
     check_backward_hooks,
@@ -75,7 +75,8 @@ def _forward(
     structure = state.structure_of(decoder)
     try:
         try:
-            return _shared(state, decoder, original, structure, given, report)
+            output = _of_last_rows(state, decoder, structure, given, report)
+            return _shared(state, decoder, original, structure, given, report) if output is None else output
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
         return original(*args, **kwargs)
@@ -123,6 +124,7 @@ def _shared(
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
+    state.last_rows = _rows_to_keep(options, decoder, structure, batch, trie, output, given)
     if most:
         then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
         state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
@@ -185,10 +187,49 @@ def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
 
 
 def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
-    """Bytes that the pass may keep for later ones: last hidden states of ids alone, without gradients."""
+    """Bytes that the pass may keep for later ones."""
+    return options.reused_bytes if _may_keep(decoder, given) else 0
+
+
+def _may_keep(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
+    """Whether a pass is one of last hidden states of ids alone, without gradients, of which others may have some."""
     if torch.is_grad_enabled() or given.get(NAMES.embeddings) is not None:
-        return 0
-    return 0 if given.get("output_hidden_states") or decoder.config.output_hidden_states else options.reused_bytes
+        return False
+    return not (given.get("output_hidden_states") or decoder.config.output_hidden_states)
+
+
+def _rows_to_keep(
+    options: Options,
+    decoder: PreTrainedModel,
+    structure: Structure,
+    batch: Batch,
+    trie: Trie,
+    output: Any,
+    given: dict[str, Any],
+) -> KeptRows | None:
+    """All rows of a pass, with ``log_probs="trainer"``."""
+    if options.log_probs != "trainer" or not _may_keep(decoder, given):
+        return None
+    return KeptRows.of(batch.rows, trie, output, ModelThen.of(decoder, structure))
+
+
+def _of_last_rows(
+    state: ModelState, decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], report: ForwardReport
+) -> Any:
+    """The output of a pass over rows that the last one has kept; None for others. Raises `Unsupported`."""
+    last, state.last_rows = state.last_rows, None
+    if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
+        return None
+    check_settings(decoder, structure, given)
+    batch = read_batch(decoder, given, least=1)
+    if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
+        return None
+    check_labels(batch)
+    state.last_rows = last
+    report.rows, report.tokens = len(batch.rows), sum(len(row.keys) for row in batch.rows)
+    report.kept, report.path, report.reason = last.hidden.shape[1], "shared", "the last pass computed these rows"
+    output = last.kind(last_hidden_state=last.hidden)
+    return _of_rows(decoder, output, torch.from_numpy(index).to(last.hidden.device), given)
 
 
 def _run_packed(

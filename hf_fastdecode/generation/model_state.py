@@ -58,6 +58,7 @@ class ModelState:
         self.last_call: CallReport | None = None
         self.last_forward: ForwardReport | None = None
         self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
+        self.last_rows: object = None  # likewise, with log_probs="trainer"
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.owner = None if owner is None else owner.methods.key  # which copies of both share
@@ -106,7 +107,7 @@ class ModelState:
         for part, state in owned_by(self, model):
             state.uninstall(part)
         self.methods.uninstall(model)
-        self.kept_forward = None
+        self.kept_forward = self.last_rows = None
         self.prefix_store.clear()
         self.captures.release()
 

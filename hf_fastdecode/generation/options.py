@@ -20,11 +20,15 @@ Sampler = Literal["auto", "hf", "fast"]
 FuseProjections = Literal["auto", True, False]
 """Values of ``fuse_projections=``."""
 
+LogProbs = Literal["auto", "trainer"]
+"""Values of ``log_probs=``."""
+
 CHOICES: dict[str, tuple[str | bool, ...]] = {
     "backend": BACKENDS,
     "mode": get_args(Mode),
     "sampler": get_args(Sampler),
     "fuse_projections": get_args(FuseProjections),
+    "log_probs": get_args(LogProbs),
 }
 """Options with a fixed set of values, by name."""
 
@@ -36,7 +40,7 @@ FEWEST_SAVED = 64
 TOKENS_OF_A_PASS = 2048
 """Tokens whose prefill takes about as long as the fixed cost of a pass."""
 
-_STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False")
+_STOCK_OPTIONS = ("mode='eager'", "sampler='hf'", "fuse_projections=False", "log_probs='trainer'")
 """Options that a stock call fulfils anyway."""
 
 _INTEGERS: dict[str, tuple[int, object, str]] = {
@@ -69,6 +73,7 @@ class Options:
     max_rows: int | None = None
     reuse_prefix: bool | int = False
     share_forward: bool = True
+    log_probs: LogProbs = "auto"
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False
     peer_timeout: float = 60
 

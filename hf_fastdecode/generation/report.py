@@ -247,7 +247,8 @@ class ForwardReport:
         rows: Rows given; 0 if the pass fell back to stock before they were compared.
         tokens: Real tokens given in all rows, without padding.
         computed: Distinct tokens, which ran through the layers, or would have.
-        kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`).
+        kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`), or
+            whose hidden states alone (``log_probs="trainer"``).
     """
 
     path: str = "stock"

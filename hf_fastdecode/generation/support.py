@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -140,8 +140,15 @@ def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
     training = [module for module in walk.modules if module.training]
     if keeps_cache and any(getattr(module, "gradient_checkpointing", False) for module in training):
         raise Unsupported("gradient checkpointing in training mode drops the cache")
-    for module in training:
-        if (noise := _noise_in_training(module)) is not None:
+    check_noise(training)
+    check_code(walk)
+    check_quantized(walk)
+
+
+def check_noise(modules: Iterable[nn.Module]) -> None:
+    """Raise `Unsupported` if one of these modules, in training mode, draws noise."""
+    for module in modules:
+        if module.training and (noise := _noise_in_training(module)) is not None:
             name, value = noise
             layer = isinstance(module, AnyDropout)
             remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
@@ -149,8 +156,6 @@ def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
                 f"the model is in training mode with {type(module).__name__}.{name}={value}",
                 f"call model.eval(), or load it without dropout: {remedy}",
             )
-    check_code(walk)
-    check_quantized(walk)
 
 
 def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, longest: int) -> None:

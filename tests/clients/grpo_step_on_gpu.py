@@ -3,7 +3,8 @@
 A model of the named shape with random weights in bf16 trains for some steps: stock, enabled with
 `share_forward=False`, and enabled. Every rollout serves two steps (`num_iterations=2`), so that TRL computes the
 log-probabilities of the completions after it, before the first update. A row has the seconds of such a step: of its
-rollout, of these log-probabilities, and of all else, which is forward, backward, rewards and the optimizer.
+rollout, of these log-probabilities, and of all else, which is forward, backward, rewards and the optimizer. Two more
+ways have rollouts that return log-probabilities, those of steps and a trainer's, and say how these agree with TRL's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from torch import Tensor
 from transformers import TrainerCallback
 
 import hf_fastdecode as fd
@@ -26,13 +28,22 @@ from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.shapes import random_model
 
 from .recording import recorded
-from .training import make_trainer
+from .training import make_trainer, rollout_of_page
 
-_WAYS: dict[str, dict[str, Any] | None] = {"stock": None, "rollouts": {"share_forward": False}, "enabled": {}}
+_WAYS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    "rollouts": {"share_forward": False},
+    "enabled": {},
+    "log-probs of steps": {},
+    "log-probs of trainer": {"log_probs": "trainer"},
+}
 """Ways, and the options of `enable` in each."""
 
+_FIELDS = {"log-probs of steps": "logprobs", "log-probs of trainer": "processed_logprobs"}
+"""Fields of `generate`'s output that rollouts return; at a temperature of 1 the first are comparable too."""
+
 _PARTS = ("step_s", "rollout_s", "logprobs_s", "update_s")
-_SHOWN = ("way", *_PARTS, "first_step_s", "peak_bytes", "ran")
+_SHOWN = ("way", *_PARTS, "first_step_s", "peak_bytes", "same_bits", "largest_difference", "ran")
 
 
 class _Steps(TrainerCallback):
@@ -40,8 +51,11 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.device, self.seconds, self.scored = trainer.model.device, [], []
+        self.differences: list[Tensor] = []  # of rollouts' log-probabilities from TRL's
         self._score = trainer._get_per_token_logps_and_entropies
+        self._complete = trainer._generate_and_score_completions
         trainer._get_per_token_logps_and_entropies = self._timed
+        trainer._generate_and_score_completions = self._compared
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self.scored.append(0.0)
@@ -56,6 +70,13 @@ class _Steps(TrainerCallback):
         began = idle_time(self.device)
         found = self._score(*args, **kwargs)
         self.scored[-1] += idle_time(self.device) - began
+        return found
+
+    def _compared(self, inputs: Any) -> Any:
+        found = self._complete(inputs)
+        if (drawn := found.get("sampling_per_token_logps")) is not None:
+            difference = (drawn - found["old_per_token_logps"]).abs()
+            self.differences.append(difference[found["completion_mask"] > 0])
         return found
 
 
@@ -83,13 +104,15 @@ def main(
             given = _WAYS[name]
             if given is not None:
                 fd.enable(trainer.model, **given)
+            if name in _FIELDS:
+                trainer.rollout_func = rollout_of_page(_FIELDS[name])
             rows.append(provenance(device) | {"trl": version("trl"), "program": "TRL GRPO step", "model": shape})
             rows[-1] |= {"rows": samples * prompts, "new_tokens": new_tokens, "passes": passes, "way": name}
-            rows[-1] |= _trained(trainer, samples * prompts, shared=given is not None, forward=given == {})
+            rows[-1] |= _trained(
+                trainer, samples * prompts, shared=given is not None, forward=name not in ("stock", "rollouts")
+            )
         write_rows(out, rows)
-        print(
-            {column: rows[-1][column] for column in ("way", *_PARTS, "first_step_s", "peak_bytes", "ran")}, flush=True
-        )
+        print({column: rows[-1][column] for column in _SHOWN}, flush=True)
         del trainer, model, options
         gc.collect()
         if torch.cuda.is_available():
@@ -116,8 +139,17 @@ def _trained(trainer: Any, rows: int, *, shared: bool, forward: bool) -> dict[st
         "first_step_s": whole[0],
         "prompt_tokens": calls.made[0].padded_length,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        **_agreement(steps.differences),
         "ran": f"{report.computed:,} of {report.tokens:,} tokens computed" if report is not None else None,
     }
+
+
+def _agreement(differences: list[Tensor]) -> dict[str, float | None]:
+    """How log-probabilities of rollouts agree with TRL's; None where they return none."""
+    if not differences:
+        return {"same_bits": None, "largest_difference": None}
+    found = torch.cat(differences)
+    return {"same_bits": (found == 0).float().mean().item(), "largest_difference": found.max().item()}
 
 
 if __name__ == "__main__":

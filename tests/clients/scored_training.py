@@ -66,23 +66,32 @@ class Scored:
 
 
 def train_scored(
-    name: str, folder: Path, *, enable: bool, model: str = "qwen3", peft_config: Any = None, **options: Any
+    name: str,
+    folder: Path,
+    *,
+    enable: bool | dict[str, Any],
+    model: str = "qwen3",
+    peft_config: Any = None,
+    rollout_func: Any = None,
+    **options: Any,
 ) -> Scored:
     """Train a tiny model with a trainer's own code.
 
     Args:
         name: Of `TRAINERS`.
         folder: Where the first weights are, from which a trainer loads its reference, and where it writes.
-        enable: Whether the trainer's model, and its reference, are enabled first.
+        enable: Whether the trainer's model, and its reference, are enabled first; with which options.
         model: Of `tiny_models.ARCHITECTURES`.
         peft_config: Trains an adapter.
+        rollout_func: Draws completions in the place of the trainer.
         options: Fields of the trainer's config.
     """
     tokens: list[list[int]] = []
-    trainer = _trainer(name, folder, model, peft_config, options, tokens)
+    given = {"peft_config": peft_config} | ({} if rollout_func is None else {"rollout_func": rollout_func})
+    trainer = _trainer(name, folder, model, given, options, tokens)
     for one in (trainer.model, getattr(trainer, "ref_model", None)) if enable else ():
         if one is not None:
-            fd.enable(one)
+            fd.enable(one, **{} if enable is True else enable)
     start = {key: value.detach().clone() for key, value in trainer.model.named_parameters()}
     set_seed(0)
     with recorded_passes() as passes:
@@ -93,7 +102,7 @@ def train_scored(
 
 
 def _trainer(
-    name: str, folder: Path, model: str, peft_config: Any, options: dict[str, Any], tokens: list[list[int]]
+    name: str, folder: Path, model: str, given: dict[str, Any], options: dict[str, Any], tokens: list[list[int]]
 ) -> Trainer:
     kind, config, sizes = TRAINERS[name]
     _, tokenizer = fd.load_embedded()
@@ -106,7 +115,7 @@ def _trainer(
     auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
     set_seed(0)  # weights of a head, of an adapter
     arguments = {"num_labels": 1} if name == "reward" else {}
-    given: dict[str, Any] = {
+    given = given | {
         "model": auto.from_pretrained(folder / "model", dtype=torch.float32, **arguments),
         "args": config(
             output_dir=str(folder),
@@ -118,7 +127,6 @@ def _trainer(
         ),
         "train_dataset": Dataset.from_list(_rows(name)),
         "processing_class": tokenizer,
-        "peft_config": peft_config,
     }
     if name in ("grpo", "rloo"):
         given["reward_funcs"] = _recording(tokens)

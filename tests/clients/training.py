@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,15 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
     """Share of distinct characters: differs between completions, the same for the same text."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [len(set(text)) / max(1, len(text)) for text in texts]
+
+
+def rollout_of_page(field: str = "processed_logprobs") -> Any:
+    """The rollout function of docs/rl.md; `field` of `generate`'s output has the log-probabilities that it returns."""
+    page = (Path(__file__).parents[2] / "docs/rl.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {"torch": torch}
+    exec(next(block for block in blocks if "def rollout" in block).replace("processed_logprobs", field), names)
+    return names["rollout"]
 
 
 def base_of(model: Any) -> PreTrainedModel:

@@ -429,14 +429,19 @@ def decode_shared(
 
 @dataclass
 class FastDecodeOutput(GenerateDecoderOnlyOutput):
-    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus `logprobs`.
+    """Output of `generate` with ``return_dict_in_generate``: transformers' fields plus log-probabilities.
 
     Attributes:
         logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
-            0 after a row's end; None with transformers' own sampler.
+            0 after a row's end; None with transformers' own sampler, unless the model is enabled with
+            ``log_probs="trainer"``.
+        processed_logprobs: Likewise in the distribution that it was drawn from: after penalties, temperature, top-k,
+            top-p and others; with greedy search after processors alone. With ``log_probs="trainer"``, and processors
+            of transformers without a state between steps; else None.
     """
 
     logprobs: Tensor | None = None
+    processed_logprobs: Tensor | None = None
 
 
 @dataclass

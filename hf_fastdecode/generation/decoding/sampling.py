@@ -131,14 +131,15 @@ class TransformersSampler(Sampler):
     def draw(self, logits: Tensor, rows: Tensor, input_ids: Tensor | None, step: int | Tensor) -> Drawn:
         assert input_ids is not None
         logits = logits.to(copy=True, dtype=torch.float32, device=input_ids.device)
-        scores = self._of_rows(rows)(input_ids, logits)
+        scores = self.processors_of(rows)(input_ids, logits)
         if self.do_sample:
             tokens = self._multinomial(nn.functional.softmax(scores, dim=-1), rows)
         else:
             tokens = torch.argmax(scores, dim=-1)
         return Drawn(tokens, scores, logits)
 
-    def _of_rows(self, rows: Tensor) -> LogitsProcessorList:
+    def processors_of(self, rows: Tensor) -> LogitsProcessorList:
+        """The processors for these rows ``[rows]`` of the call, by their numbers."""
         if len(rows) == self.rows:
             return self.processors
         return LogitsProcessorList(

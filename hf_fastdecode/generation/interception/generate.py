@@ -45,6 +45,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
+from ..decoding.log_probs import adding_log_probs
 from ..decoding.loop import decode_shared
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
@@ -380,6 +381,8 @@ def decode(
     **model_kwargs: Any,
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
+    given = logits_processor, stopping_criteria, generation_config, model_kwargs
+    finish = adding_log_probs(model, input_ids, *given, synced_gpus=synced_gpus)
     call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
@@ -398,8 +401,10 @@ def decode(
                         "model.compile() does not apply to passes with shared context, which run uncompiled; "
                         "on a GPU they are captured in CUDA graphs"
                     )
-                given = input_ids, logits_processor, stopping_criteria, streamer
-                return _for_callers(model, decode_shared(call, passes.make_steps, start, *given))
+                parts = input_ids, logits_processor, stopping_criteria, streamer
+                shared = decode_shared(call, passes.make_steps, start, *parts)
+        if not call.runs_stock:
+            return finish(_for_callers(model, shared))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         _require_same_draws(call, "transformers")
@@ -425,7 +430,7 @@ def decode(
         streamer=streamer,
         **model_kwargs,
     )
-    return _for_callers(model, output)
+    return finish(_for_callers(model, output))
 
 
 def _for_callers(model: PreTrainedModel, output: Any) -> Any:

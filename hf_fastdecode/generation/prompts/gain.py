@@ -347,6 +347,8 @@ def told_by_shapes(
     short, options = state.short_calls, state.options
     if not isinstance(short, ShortCalls) or state.disable_pending or state.methods.wraps("generate"):
         return None
+    if options.log_probs != "auto":  # which our loop has added
+        return None
     call = TextCall.among(args, kwargs, model.generation_config)
     if call is None or not short.hold_for(model, state) or (refusal := short.refusal(call)) is None:
         return None

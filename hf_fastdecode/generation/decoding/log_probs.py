@@ -1,0 +1,171 @@
+"""Log-probabilities of drawn tokens by a pass over the finished rows, as a trainer runs it (``log_probs="trainer"``).
+
+Steps and a trainer's passes add up in other orders, so that their log-probabilities differ by rounding. This pass is a
+trainer's: whole rows, padding at the left and after a row's end, and no positions. `forward.seam` computes in it once
+what rows share, and keeps last hidden states, by which later passes over these rows need no layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
+
+from ..._compat import pad_token
+from ...errors import reason_of
+from ..call_context import active_call_of_thread
+from ..forward_pass import PromptNames, input_device, prompt_names
+from ..model_state import last_forward_of, state_of
+from ..support import check_noise
+from .loop import FastDecodeOutput
+from .sampling import TokenLogProbs, TransformersSampler
+from .stopping import Stopping
+
+_LOGITS: Final = 2**27
+"""Logits that are in memory at once: 512 MiB in fp32, and about twice as much of what is computed from them."""
+
+_READ: Final = frozenset({"inputs", "input_ids", "attention_mask"})
+
+
+def adding_log_probs(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    arguments: dict[str, Any],
+    *,
+    synced_gpus: bool,
+) -> Callable[[Any], Any]:
+    """What adds log-probabilities to the output of a call's loop: a trainer's, where these are asked for, or none.
+
+    Args:
+        prompts: ``[rows, width]`` int64.
+        arguments: The model's, as `generate` prepared them.
+        synced_gpus: Whether all processes must run as many passes.
+
+    Raises:
+        ValueError: They are asked for, and the call's rows cannot be scored.
+    """
+    state = state_of(model)
+    recorders = [one for one in processors if type(one) is TokenLogProbs]
+    asked = recorders or config.return_dict_in_generate
+    if state is None or state.options.log_probs != "trainer" or not asked:
+        return lambda output: output
+    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")), synced_gpus=synced_gpus)
+    if refusal is not None:
+        raise ValueError(
+            f"log_probs='trainer' scores rows of text that are drawn token by token, and {refusal}, or enable the "
+            "model with log_probs='auto'"
+        )
+    others = LogitsProcessorList(one for one in processors if type(one) is not TokenLogProbs)
+    sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
+    mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
+    mask = torch.ones_like(prompts) if mask is None else mask
+    return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
+
+
+def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool) -> str | None:
+    """Why rows of a call cannot be scored, and what to do; None if they can."""
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"this call runs {mode.value.replace('_', ' ')}; use num_beams=1 without an assistant"
+    if prompt_names(model) != PromptNames():
+        return f"{type(model).__name__} has an encoder; use a decoder"
+    call = active_call_of_thread.get()
+    given = set() if call is None else call.given.keys() - _READ
+    if others := given & inspect.signature(model.forward).parameters.keys():
+        return f"this call is given {', '.join(sorted(others))}; give input_ids and attention_mask alone"
+    if synced_gpus:  # rows of other lengths may take another number of passes
+        return "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
+    return reason_of(check_noise, model.modules())
+
+
+@dataclass(frozen=True)
+class _TrainerLogProbs:
+    """Log-probabilities of one call.
+
+    Attributes:
+        mask: ``[rows, width]`` of the prompts.
+        sampler: Its processors.
+        pad: The token that follows a row's end; None if there is none.
+        recorders: They get the raw ones.
+    """
+
+    model: PreTrainedModel
+    mask: Tensor
+    sampler: TransformersSampler
+    stopping: Stopping
+    pad: Tensor | None
+    recorders: Sequence[TokenLogProbs]
+
+    @torch.no_grad()
+    def __call__(self, output: Any) -> Any:
+        """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        processes = sequences is not output and not self.sampler.custom
+        raw, processed = self._of(sequences, processes=processes)
+        for recorder in self.recorders:
+            recorder.take(raw)
+        if sequences is output:
+            return output
+        return FastDecodeOutput(**{**output, "logprobs": raw, "processed_logprobs": processed if processes else None})
+
+    def _of(self, sequences: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
+        """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
+        width = self.mask.shape[1]
+        tokens = sequences[:, width:]
+        drawn = self._drawn(tokens)
+        mask = torch.cat([self.mask, drawn.to(self.mask.dtype)], dim=1)
+        raw = torch.zeros_like(tokens, dtype=torch.float32)
+        processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
+        for rows, steps in self._parts(sequences, mask):
+            logits, chosen = self._logits(sequences[rows], mask[rows], steps), tokens[rows, steps, None]
+            raw[rows, steps] = logits.log_softmax(-1).gather(2, chosen)[..., 0]
+            processors = self.sampler.processors_of(numbers[rows])
+            for place in range(logits.shape[1] if processes else 0):
+                scores = processors(sequences[rows, : width + steps.start + place], logits[:, place])
+                processed[rows, steps.start + place] = scores.log_softmax(-1).gather(1, chosen[:, place])[:, 0]
+        return raw.where(drawn, 0.0), processed.where(drawn, 0.0)
+
+    def _drawn(self, tokens: Tensor) -> Tensor:
+        """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to the padding after a stop."""
+        eos = self.stopping.eos
+        ends = torch.zeros_like(tokens) if eos is None else torch.isin(tokens, eos).long()
+        drawn = ends.cumsum(1) == ends
+        if self.stopping.custom and self.stopping.pads and self.pad is not None:
+            drawn &= (tokens != self.pad.to(tokens.device)).flip(1).cumsum(1).flip(1) > 0
+        return drawn
+
+    def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:
+        """Rows and steps whose logits are computed at once: some steps of all rows, if their layers run only once."""
+        rows, steps = len(mask), sequences.shape[1] - self.mask.shape[1]
+        fit = _LOGITS // self.model.config.get_text_config().vocab_size
+        if fit >= rows * steps:
+            return [(slice(rows), slice(0, steps))]
+        self._logits(sequences, mask, slice(0, 1))
+        report = last_forward_of(self.model)
+        if report is not None and report.path == "shared":
+            return [(slice(rows), part) for part in _slices(steps, fit // rows)]
+        return [(part, slice(0, steps)) for part in _slices(rows, fit // steps)]
+
+    def _logits(self, ids: Tensor, mask: Tensor, steps: slice) -> Tensor:
+        """Logits ``[rows, steps, vocabulary]`` fp32, on the device of the ids, that these steps draw from."""
+        device, before = input_device(self.model), self.mask.shape[1] - 1
+        columns = torch.arange(before + steps.start, before + steps.stop, device="cpu")  # for a head on any device
+        given = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
+        if takes := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            given["logits_to_keep"] = columns
+        logits: Tensor = self.model(**given).logits
+        return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """As few slices of `most` or one."""
+    size = max(1, most)
+    return [slice(first, min(first + size, count)) for first in range(0, count, size)]

@@ -1,0 +1,197 @@
+"""Log-probabilities of drawn tokens by a trainer's pass over the finished rows, with ``log_probs="trainer"``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+import hf_fastdecode as fd
+from hf_fastdecode.generation.decoding import log_probs
+
+from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .test_many_rows import letters
+
+WIDTH, SAMPLES = 70, 4
+PROMPTS = ragged_prompts(WIDTH, 60, shared=40)
+ENDS = list(range(3, 10))
+RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 16}
+SAMPLED = RETURNED | {"do_sample": True, "temperature": 0.7, "eos_token_id": ENDS, "num_return_sequences": SAMPLES}
+CUT = SAMPLED | {"top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+LAST = "the last pass computed these rows"
+
+
+def enabled(name="qwen3", dtype=torch.float32, **options):
+    return fd.enable(tiny_model(name).to(dtype), **{"log_probs": "trainer", "min_saved_tokens": 1} | options)
+
+
+def sampled(model, arguments=CUT):
+    return seeded(lambda: model.generate(**PROMPTS, **arguments))
+
+
+def rows_of(sequences, *, padded=False):
+    """The rows as a trainer gives them to a model, the log-probabilities that count, and those tokens."""
+    tokens = sequences[:, WIDTH:]
+    ends = torch.isin(tokens, torch.tensor(ENDS)).long()
+    drawn = (tokens != 0).flip(1).cumsum(1).flip(1) > 0 if padded else ends.cumsum(1) == ends
+    prompts = PROMPTS["attention_mask"].repeat_interleave(len(sequences) // 2, 0)
+    return {"input_ids": sequences, "attention_mask": torch.cat([prompts, drawn.long()], 1), "use_cache": False}, drawn
+
+
+def by_trainer(model, rows):
+    logits = model(**rows).logits.float()[:, WIDTH - 1 : -1]
+    return logits.log_softmax(-1).gather(2, rows["input_ids"][:, WIDTH:, None])[..., 0].detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("qwen3", torch.float32), ("gpt_oss", torch.float32), ("qwen3", torch.bfloat16)]
+)
+def test_they_have_the_bits_of_the_models_own_pass(name, dtype):
+    """Of one without gradients and of one with them, over the same rows; each prompt is computed once."""
+    model = enabled(name, dtype)
+    output = sampled(model)
+    report = fd.explain(model).last_forward
+    assert report.path == "shared"
+    assert report.computed <= 70 + 60 + 16 * len(output.sequences)
+    rows, drawn = rows_of(output.sequences)
+    assert 0 < drawn.float().mean() < 1
+    fd.enable(model, min_saved_tokens=1)
+    for gradients in (False, True):
+        with torch.set_grad_enabled(gradients):
+            expected = by_trainer(model, rows)
+        assert fd.explain(model).last_forward.reason == "rows begin alike"
+        assert torch.equal(output.logprobs, expected.where(drawn, 0.0))
+
+
+@pytest.mark.parametrize("arguments", [CUT, RETURNED | {"eos_token_id": ENDS}], ids=["sampled", "greedy"])
+def test_raw_and_processed_are_stocks(arguments):
+    model = tiny_model("qwen3")
+    stock = sampled(model, arguments | {"output_scores": True, "output_logits": True})
+    fd.enable(model, log_probs="trainer", min_saved_tokens=1)
+    output = sampled(model, arguments)
+    assert torch.equal(output.sequences, stock.sequences)
+    rows, drawn = rows_of(stock.sequences)
+    tokens = rows["input_ids"][:, WIDTH:, None]
+    for found, steps in ((output.logprobs, stock.logits), (output.processed_logprobs, stock.scores)):
+        expected = torch.stack(steps, 1).log_softmax(-1).gather(2, tokens)[..., 0]
+        assert (found - expected)[drawn].abs().max() < 1e-4
+        assert not found[~drawn].any()
+
+
+def test_rows_that_stop_strings_end():
+    stops = {"stop_strings": [chr(97 + number) for number in range(0, 97, 9)], "tokenizer": letters()}
+    model = enabled()
+    output = sampled(model, SAMPLED | stops)
+    rows, drawn = rows_of(output.sequences, padded=True)
+    assert (drawn.sum(1) < drawn.shape[1]).any()
+    with fd.enabled(model, min_saved_tokens=1), torch.no_grad():
+        assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_logits_of_a_part_are_in_memory_at_once(share, monkeypatch):
+    """Some steps at a time, after one pass of the layers; of some rows where each pass runs them."""
+    model = enabled(share_forward=share)
+    expected = sampled(model)
+    monkeypatch.setattr(log_probs, "_LOGITS", 3 * expected.logprobs.shape[1] * 97)
+    output = sampled(model)
+    assert torch.equal(output.sequences, expected.sequences)
+    for name in ("logprobs", "processed_logprobs"):
+        assert (output[name] - expected[name]).abs().max() < 1e-5
+    if share:
+        assert fd.explain(model).last_forward.reason == LAST
+
+
+def test_a_trainers_pass_is_given_the_hidden_states():
+    model = enabled()
+    output = sampled(model)
+    rows, drawn = rows_of(output.sequences)
+    some = {name: value[2:5] if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+    one = {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in rows.items()}
+    with torch.no_grad():
+        for part, drawn_of in ((rows, drawn), (some, drawn[2:5]), (one, drawn[:1])):
+            found = by_trainer(model, part)
+            report = fd.explain(model).last_forward
+            assert (report.path, report.reason, report.computed) == ("shared", LAST, 0)
+            expected = output.logprobs[: len(found)] if part is not some else output.logprobs[2:5]
+            assert (found - expected)[drawn_of].abs().max() < 1e-6
+        twin = copy.deepcopy(model)  # which has other weights
+        by_trainer(twin, rows)
+        assert fd.explain(twin).last_forward.reason == "rows begin alike"
+
+
+@pytest.mark.parametrize("change", ["weights", "gradients", "other rows", "the options"])
+def test_hidden_states_are_given_only_for_the_same_pass(change):
+    model = enabled()
+    rows, _ = rows_of(sampled(model).sequences)
+    if change == "weights":
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    elif change == "gradients":
+        by_trainer(model, rows)
+    elif change == "other rows":
+        rows["input_ids"] = rows["input_ids"].clone()
+        rows["input_ids"][0, WIDTH] += 1
+    else:
+        fd.enable(model, log_probs="trainer", min_saved_tokens=1)
+    with torch.no_grad():
+        found = by_trainer(model, rows)
+        assert fd.explain(model).last_forward.reason == "rows begin alike"
+        stock = by_trainer(fd.disable(model), rows)
+    kept = rows["attention_mask"][:, WIDTH:] > 0
+    assert (found - stock)[kept].abs().max() < 1e-4
+
+
+def test_calls_that_run_stock_and_recorders_have_them():
+    model = enabled()
+    expected, recorder = sampled(model), fd.TokenLogProbs()
+    given = {name: value for name, value in CUT.items() if name != "return_dict_in_generate"}
+    sequences = sampled(model, given | {"logits_processor": [recorder]})
+    assert torch.equal(recorder.of(sequences[:, WIDTH:]), expected.logprobs)
+    stock = sampled(model, CUT | {"use_cache": False})
+    assert fd.explain(model).last_call.path == "stock"
+    assert torch.equal(stock.sequences, expected.sequences)
+    assert torch.equal(stock.logprobs, expected.logprobs)
+    assert torch.equal(stock.processed_logprobs, expected.processed_logprobs)
+    fd.enable(model, log_probs="trainer")
+    for _ in range(2):  # the second is told by its shapes to save too little
+        short = model.generate(PROMPTS["input_ids"][:1], **RETURNED)
+        assert fd.explain(model).last_call.path == "stock"
+        assert short.logprobs.max() < 0
+
+
+def test_nothing_is_scored_unless_asked_for():
+    model = enabled()
+    sampled(model, CUT | {"return_dict_in_generate": False})
+    sampled(model, {"num_beams": 2, "max_new_tokens": 2})
+    assert fd.explain(model).last_forward is None
+    fd.enable(model, min_saved_tokens=1)
+    output = sampled(model)
+    assert fd.explain(model).last_forward is None
+    assert output.logprobs is output.processed_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_beams": 4}, "this call runs beam s.*; use num_beams=1 without an assistant, or enable"),
+        ({"prompt_lookup_num_tokens": 2}, "this call runs assisted generation"),
+        ({"position_ids": torch.arange(WIDTH).repeat(2, 1)}, "this call is given position_ids; give input_ids"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    model = enabled()
+    with pytest.raises(ValueError, match=message):
+        model.generate(**PROMPTS | RETURNED | arguments)
+
+
+def test_noise_and_encoders_are_refused():
+    model = enabled("gpt2").train()
+    with pytest.raises(ValueError, match=r"training mode with Dropout.p=0.1; call model.eval\(\), .*, or enable"):
+        sampled(model)
+    sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "decoder_start_token_id": 0}
+    encodes = fd.enable(T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes)).eval(), log_probs="trainer")
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration has an encoder; use a decoder, or enable"):
+        sampled(encodes, RETURNED | {"do_sample": True})
