@@ -264,7 +264,7 @@ class _Sum:
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=sums, memory_format=torch.contiguous_format)
         if isinstance(tokens, slice):
-            self._total[tokens] += part
+            self._total[tokens].add_(part)
         else:
             self._total.index_add_(0, tokens, part.to(self._total.dtype))
 

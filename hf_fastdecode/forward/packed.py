@@ -85,8 +85,9 @@ class _PackedKV(SharedKV):
         self._tree, self._keys, self._values, self.device = tree, keys, values, keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = (part.to(query.dtype)[0].transpose(0, 1) for part in (self._keys, self._values))
-        return attend(query[0].transpose(0, 1), keys, values, self._tree, scoring)[None]
+        # Views whose gradients are views, too, as those of an index are not.
+        parts = [part.to(query.dtype).squeeze(0).transpose(0, 1) for part in (query, self._keys, self._values)]
+        return attend(*parts, self._tree, scoring).unsqueeze(0)
 
 
 def _checkpointed(
