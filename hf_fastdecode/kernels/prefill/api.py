@@ -83,15 +83,16 @@ def prefill_partial(
             ``i // (heads / kv_heads)``. The last dimension of all tensors is contiguous.
         keys: ``[kv_heads, length, head_dim]``, in the query's dtype.
         values: The same.
-        intervals: ``[3, count]`` int32, contiguous: different tokens, and the first and the last key that each sees;
-            none where the last comes before the first. Tokens next to each other should see nearly the same keys.
+        intervals: ``[3 or 5, count]`` int32, contiguous: different tokens, and the first and the last key that each
+            sees of one run of keys or two; none where the last comes before the first. Tokens next to each other
+            should see nearly the same keys.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
         earlier: Partial of other keys: ``out`` ``[heads, tokens, head_dim]`` and natural-log log-sum-exp
             ``[heads, tokens]``, both fp32. Where the latter is ``-inf``, ``out`` is undefined.
         config: Launch parameters.
     """
-    _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
+    _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, None, config)
 
 
 def prefill_attention(
@@ -104,6 +105,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
+    lse: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Attention of tokens over these keys, merged with that over others.
@@ -113,13 +115,14 @@ def prefill_attention(
         intervals: Of all tokens: the result of others is undefined.
         sinks: ``[heads]`` fp32: when given, one more score per query head, without a value.
         earlier: The partial of other keys, if there are any.
+        lse: When given, gets the log-sum-exp, ``[heads, tokens]`` fp32; with `earlier`, that of it.
 
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
     """
     heads, tokens, head_dim = query.shape
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device).transpose(0, 1)
-    _launch(query, keys, values, intervals, scale, soft_cap, sinks, earlier, out, config)
+    _launch(query, keys, values, intervals, scale, soft_cap, sinks, earlier, out, lse, config)
     return out
 
 
@@ -133,10 +136,11 @@ def _launch(
     sinks: Tensor | None,
     earlier: tuple[Tensor, Tensor] | None,
     out: Tensor | None,
+    lse: Tensor | None,
     config: Config | None,
 ) -> None:
     (heads, _, head_dim), kv_heads = query.shape, keys.shape[0]
-    _check(query, keys, values, intervals, earlier)
+    _check(query, keys, values, intervals, earlier, lse)
     check_numbers(scale, soft_cap)
     check_table("sinks", sinks, (heads,), torch.float32)
     count, group = intervals.shape[1], heads // kv_heads
@@ -144,7 +148,7 @@ def _launch(
         return
     config = config or choose_config(head_dim, shared_memory(query.device))
     result = query if out is None else out
-    merged = earlier or (result, result)
+    merged = earlier or (result, result if lse is None else lse)
     with launching(Kernel.PREFILL, query.device):
         from .kernel import attend_intervals  # it imports triton, which may be missing
 
@@ -164,6 +168,8 @@ def _launch(
             SINKS=sinks is not None,
             EARLIER=earlier is not None,
             FINAL=out is not None,
+            LSE=out is None or lse is not None,
+            SPANS=len(intervals) // 2,
             IN_HARDWARE=not interpreted(),
             num_warps=config.warps,
             enable_fp_fusion=True,  # as in the decode kernels
@@ -171,9 +177,14 @@ def _launch(
 
 
 def _check(
-    query: Tensor, keys: Tensor, values: Tensor, intervals: Tensor, earlier: tuple[Tensor, Tensor] | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    intervals: Tensor,
+    earlier: tuple[Tensor, Tensor] | None,
+    lse: Tensor | None,
 ) -> None:
-    heads, _, head_dim = query.shape
+    heads, tokens, head_dim = query.shape
     kv_heads = keys.shape[0]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
@@ -182,11 +193,15 @@ def _check(
         raise ValueError(f"query, keys and values need one head_dim of up to {MAX_HEAD_DIM}, got shapes {shapes}")
     if not query.dtype == keys.dtype == values.dtype or query.dtype not in FLOATS:
         raise ValueError(f"query, keys and values must be fp16, bf16 or fp32, got {query.dtype} and {keys.dtype}")
-    inner = [part.stride(-1) for part in (query, keys, values, *([] if earlier is None else [earlier[0]]))]
-    if inner != [1] * len(inner):
+    inner = query.stride(-1), keys.stride(-1), values.stride(-1), 1 if earlier is None else earlier[0].stride(-1)
+    if inner != (1, 1, 1, 1):
         raise ValueError(f"the last dimensions must be contiguous, got strides {inner}")
-    check_table("intervals", intervals, (3, *intervals.shape[1:2]), torch.int32)
+    check_table("intervals", intervals, (5 if len(intervals) == 5 else 3, *intervals.shape[1:2]), torch.int32)
     if earlier is not None:
         found, dtypes = [tuple(part.shape) for part in earlier], {part.dtype for part in earlier}
         if found != [tuple(query.shape), tuple(query.shape[:2])] or dtypes != {torch.float32}:
             raise ValueError(f"a partial of queries {tuple(query.shape)} must be fp32, got {found} of {dtypes}")
+    if lse is not None and (
+        lse.shape != (heads, tokens) or lse.dtype != torch.float32 or (earlier is not None and lse is not earlier[1])
+    ):
+        raise ValueError(f"a log-sum-exp is [heads, tokens] fp32, and that of an earlier partial, got {lse.shape}")
