@@ -44,12 +44,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
     scores = scoring.scale, scoring.softcap, scoring.window
     name = scores, query.dtype, query.device, query.shape[1:], key.shape[1:], value.shape[1:]
-    if (plan := tree.plans.get(name)) is None:
+    plan: _Plan | None = tree.plans.get(name)
+    if plan is None:
         plan = tree.plans[name] = _Plan.of(tree, Scoring(*scores), query, key, value)
     inputs = query, key, value, scoring.sinks
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs):
         return cast(Tensor, _Attention.apply(plan, *inputs))
-    return cast(Tensor, plan.attend(*inputs, keeps_lse=False).out)
+    return plan.attend(*inputs, keeps_lse=False).out
 
 
 class _Paths:

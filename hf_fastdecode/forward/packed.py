@@ -63,7 +63,7 @@ class PackedPass(RowLengths):
         inside = partial(_inside, configs=structure.configs, fused=structure.fused)
         changes = [
             Change(module, name, partial(_checkpointed, inside, checkpoint))
-            for module in structure.walk.modules
+            for module in (structure.walk.modules if torch.is_grad_enabled() else ())
             for name in _CHECKPOINTS
             if (checkpoint := vars(module).get(name)) is not None
         ]
@@ -102,7 +102,7 @@ def _checkpointed(
         return checkpoint(function, *args, **kwargs)
 
     def in_pass(*again: Any, **named: Any) -> Any:
-        with inside(packed):
+        with nullcontext() if lengths_of_pass() is packed else inside(packed):
             return function(*again, **named)
 
     return checkpoint(in_pass, *args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
@@ -64,8 +64,10 @@ def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
     def call(module: nn.Module, form: Any, *args: Any, **kwargs: Any) -> Any:
         found = None
         if is_plain(module):
-            with suppress(ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+            try:  # noqa: SIM105 - called for each module: `suppress` takes several times as long
                 found = run(module, form, *args, **kwargs)
+            except (ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+                pass
         return uncompiled_call(module, *args, **kwargs) if found is None else found
 
     return lambda module, form: partial(call, module, form)
@@ -88,9 +90,14 @@ def by_copy(
     def runs_copy(hidden: Any) -> bool:
         return isinstance(hidden, Tensor) and runs_fused(hidden, differentiable=differentiable) and serves(hidden)
 
+    last: tuple[Any, Any, Any] = None, None, None  # layers of a model are mostly alike, and replaced for each pass
+
     def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
-        forward = type(module).forward
-        copied = calling(forward, others(forward, form))
+        nonlocal last
+        known, forward = last, type(module).forward
+        if known[0] is not forward or known[1] is not form:
+            known = last = forward, form, calling(forward, others(forward, form))
+        copied = known[2]
         assert copied is not None  # for `form_of` made one
 
         def call(*args: Any, **kwargs: Any) -> Any:
