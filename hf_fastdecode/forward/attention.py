@@ -213,7 +213,8 @@ class _Plan:
         if scoring.window is not None and paths.longest <= scoring.window:
             scoring = replace(scoring, window=None)
         operator, device = choose_operator(query, value, scoring), query.device
-        return cls(paths, operator, scoring, device, kernel_serves(query, key, value))
+        with torch.no_grad():  # gradients are the operator's
+            return cls(paths, operator, scoring, device, kernel_serves(query, key, value))
 
     @property
     def calls(self) -> list[Call]:

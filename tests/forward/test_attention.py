@@ -18,6 +18,8 @@ from hf_fastdecode.forward.attention import attend
 from hf_fastdecode.forward.nodes import Node, Tree
 from hf_fastdecode.kernels.prefill import api
 
+from ..generation.fused.half_models import Counted
+
 DEVICES = [
     "cpu",
     pytest.param(
@@ -249,11 +251,13 @@ def test_the_prefill_kernel_interpreted(name: str, scoring: str, monkeypatch: py
     """Of paths of one node and of many, in one launch for each two of them."""
     pytest.importorskip("triton")
     launches = []
-    monkeypatch.setattr(attention, "kernel_serves", lambda *parts: True)
+    monkeypatch.setattr(attention, "kernel_serves", lambda *parts: operators.refusal(*parts) is None)
+    monkeypatch.setattr(operators, "prefill_attention", counted := Counted(api.prefill_attention))
     monkeypatch.setattr(operators, "prefill_partial", lambda *a, **k: launches.append(api.prefill_partial(*a, **k)))
     inputs = Inputs(all_trees()[name], SCORINGS[scoring]).rounded(torch.float32)
     for ours, right in zip(inputs.run(attend, torch.float32), inputs.run(oracle), strict=True):
         assert (ours - right).norm() <= 1e-5 * right.norm()
+    assert counted.count == 1
     assert not launches or name != "samples of a prompt"
 
 
