@@ -373,8 +373,8 @@ def attend_by_kernel(
     return Attended(out.transpose(0, 1), None if kept is None else kept.contiguous())
 
 
-def _by_head(*parts: Tensor) -> tuple[Tensor, ...]:
-    return tuple([part.transpose(0, 1) for part in parts])
+def _by_head(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def choose_operator(query: Tensor, values: Tensor, scoring: Scoring) -> Operator:

@@ -86,8 +86,9 @@ class _PackedKV(SharedKV):
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         # Views whose gradients are views, too, as those of an index are not.
-        parts = [part.to(query.dtype).squeeze(0).transpose(0, 1) for part in (query, self._keys, self._values)]
-        return attend(*parts, self._tree, scoring).unsqueeze(0)
+        keys, values = self._keys.to(query.dtype), self._values.to(query.dtype)
+        query, keys, values = (part.squeeze(0).transpose(0, 1) for part in (query, keys, values))
+        return attend(query, keys, values, self._tree, scoring).unsqueeze(0)
 
 
 def _checkpointed(
