@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,7 +24,8 @@ from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
 from .nodes import Tree
-from .operators import Attended, Call, Operator, attend_by_kernel, choose_operator, kernel_serves
+from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel_serves
+from .trie import Numbers
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
@@ -50,7 +50,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
     inputs = query, key, value, scoring.sinks
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs):
         return cast(Tensor, _Attention.apply(plan, *inputs))
-    return plan.attend(*inputs, keeps_lse=False).out
+    return plan.attend(*inputs).out
 
 
 class _Paths:
@@ -145,8 +145,6 @@ class _Paths:
         return range(run.start - self._kept, run.stop - self._kept)
 
 
-Numbers = NDArray[np.int64]
-
 _Run = tuple[list[range], list[range]]
 """Queries, and the keys that they attend to."""
 
@@ -221,17 +219,17 @@ class _Plan:
         """The operator's calls."""
         return self.paths.calls(self.scoring.window, self.operator.copies, self.device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *, keeps_lse: bool) -> Attended:
-        """Attention of all tokens: ``out`` in the query's dtype; if kept, ``lse`` ``[heads, tokens]``, contiguous."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
+        """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``."""
         if self.by_kernel:
             intervals, scoring = self.paths.intervals(self.scoring.window, self.device), self.scoring
-            if (found := attend_by_kernel(query, key, value, intervals, scoring, sinks, keeps_lse)) is not None:
+            if (found := attend_by_kernel(query, key, value, intervals, scoring, sinks)) is not None:
                 return found
         out, lse = self._merged(query, key, value)
         if sinks is not None:
             of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out = out * torch.exp(of_keys - lse).T.unsqueeze(-1)
-        return Attended(out.to(query.dtype), lse.contiguous() if keeps_lse else None)
+        return Partial(out.to(query.dtype), lse)
 
     def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """The partial of all keys, of those that the operator computes."""
@@ -301,10 +299,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        whole = plan.attend(query, key, value, sinks, keeps_lse=True)
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, sinks, *whole)
-        return whole.out
+        ctx.plan, (out, lse) = plan, plan.attend(query, key, value, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse.contiguous())
+        return out
 
     @staticmethod
     @once_differentiable

@@ -323,27 +323,14 @@ def _by_token(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-class Attended(NamedTuple):
-    """The result of attention ``[tokens, heads, value_dim]``, and its log-sum-exp ``[heads, tokens]``, if kept."""
-
-    out: Tensor
-    lse: Tensor | None
-
-
 def kernel_serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether the prefill kernel serves such tensors: not off a GPU, nor other dtypes than half precision."""
     return query.is_cuda and query.dtype in _HALF and refusal(*_by_head(query, keys, values)) is None
 
 
 def attend_by_kernel(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    intervals: Sequence[Tensor],
-    scoring: Scoring,
-    sinks: Tensor | None,
-    keeps_lse: bool,
-) -> Attended | None:
+    query: Tensor, keys: Tensor, values: Tensor, intervals: Sequence[Tensor], scoring: Scoring, sinks: Tensor | None
+) -> Partial | None:
     """Attention of all queries by the prefill kernel, which merges nodes in fp32 and copies no keys.
 
     Flash attention would round each node's part to half precision, or need a copy of each path's keys: on an H200 the
@@ -353,24 +340,22 @@ def attend_by_kernel(
         intervals: Disjoint keys that queries see, as `prefill_attention` takes them; all queries are in the last.
 
     Returns:
-        ``out`` in the query's dtype and a contiguous ``lse`` in fp32; None after a failure.
+        ``out`` in the query's dtype and ``lse`` ``[heads, tokens]`` fp32; None after a failure.
     """
-    by_head, earlier, lse = _by_head(query, keys, values), None, None
+    by_head = _by_head(query, keys, values)
+    earlier: tuple[Tensor, Tensor] | None = None
     scores: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap}
-    if keeps_lse or len(intervals) > 1:
-        # A stride that is a multiple of 16, whatever the tokens: others would be another kernel to compile.
-        lse = query.new_empty(query.shape[1], len(query) + 15 & ~15, dtype=torch.float32)[:, : len(query)]
+    # A stride that is a multiple of 16, whatever the tokens: others would be another kernel to compile.
+    lse = query.new_empty(query.shape[1], len(query) + 15 & ~15, dtype=torch.float32)[:, : len(query)]
     try:
-        if len(intervals) > 1:
-            assert lse is not None
-            earlier = by_head[0].new_empty(query.shape, dtype=torch.float32).transpose(0, 1), lse.fill_(-torch.inf)
-            for part in intervals[:-1]:
-                prefill_partial(*by_head, part, earlier=earlier, **scores)
-        kept = lse if keeps_lse else None
-        out = prefill_attention(*by_head, intervals[-1], sinks=sinks, earlier=earlier, lse=kept, **scores)
+        for part in intervals[:-1]:
+            if earlier is None:
+                earlier = query.new_empty(query.shape, dtype=torch.float32).transpose(0, 1), lse.fill_(-torch.inf)
+            prefill_partial(*by_head, part, earlier=earlier, **scores)
+        out = prefill_attention(*by_head, intervals[-1], sinks=sinks, earlier=earlier, lse=lse, **scores)
     except KernelFailedError:
         return None
-    return Attended(out.transpose(0, 1), None if kept is None else kept.contiguous())
+    return Partial(out.transpose(0, 1), lse)
 
 
 def _by_head(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

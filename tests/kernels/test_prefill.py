@@ -92,7 +92,7 @@ def test_arguments_out_of_bounds_are_refused() -> None:
         ("scale must be above 0", {"scale": 0.0}),
         ("sinks must be", {"sinks": torch.zeros(2)}),
         ("a partial of queries", {"earlier": (query, query)}),
-        ("a log-sum-exp is", {"lse": torch.zeros(4, 5, 1)}),
+        ("lse must be", {"lse": torch.zeros(4, 6)}),
         ("contiguous, got strides", {"query": random(4, 16, 5, seed=0).mT}),
     ):
         given: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "intervals": intervals, "scale": 1.0}

@@ -94,4 +94,6 @@ def _others(forward: Callable[..., Any], forms: Forms) -> dict[str, Callable[...
     return {_NAME: partial(_rotate, global_named(_NAME, forward), forms)}
 
 
-ROTARY = FusedKind("rotary embeddings", may_be, key, form_of, by_copy(_others, differentiable=True))
+ROTARY = FusedKind(
+    "rotary embeddings", may_be, key, form_of, by_copy(_others, partial(runs_fused, differentiable=True))
+)

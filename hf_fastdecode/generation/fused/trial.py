@@ -74,22 +74,14 @@ def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
 
 
 def by_copy(
-    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]],
-    serves: Callable[[Tensor], bool] = lambda hidden: True,
-    *,
-    differentiable: bool = False,
+    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]], serves: Callable[[Tensor], bool]
 ) -> Callable[[nn.Module, Any], Any]:
     """Replacements of `FusedKind` by a copy of ``forward``, in which names are `others`, see `calling`.
 
     Args:
         others: Given ``forward`` and the module's form.
-        serves: Whether the copy runs for these hidden states; otherwise the module's own code does.
-        differentiable: Whether it has gradients.
+        serves: Whether the copy runs for these hidden states, see `runs_fused`; otherwise the module's own code does.
     """
-
-    def runs_copy(hidden: Any) -> bool:
-        return isinstance(hidden, Tensor) and runs_fused(hidden, differentiable=differentiable) and serves(hidden)
-
     last: tuple[Any, Any, Any] = None, None, None  # layers of a model are mostly alike, and replaced for each pass
 
     def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
@@ -102,7 +94,7 @@ def by_copy(
 
         def call(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
-            if runs_copy(hidden) and is_plain(module):
+            if isinstance(hidden, Tensor) and serves(hidden) and is_plain(module):
                 return copied(module, *args, **kwargs)
             return uncompiled_call(module, *args, **kwargs)
 

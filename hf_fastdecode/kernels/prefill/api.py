@@ -17,7 +17,15 @@ from ..ahead import launch
 from ..device import interpreted, power_of_two, shared_memory
 from ..failures import Kernel, failure, launching
 from ..forest_decode.limits import refusal_of_heads
-from ..limits import FLOATS, MAX_HEAD_DIM, check_numbers, check_table, refusal_of_any_shape, refusal_of_mixture
+from ..limits import (
+    FLOATS,
+    MAX_HEAD_DIM,
+    check_numbers,
+    check_rows,
+    check_table,
+    refusal_of_any_shape,
+    refusal_of_mixture,
+)
 
 
 def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor] = ()) -> str | None:
@@ -140,7 +148,9 @@ def _launch(
     config: Config | None,
 ) -> None:
     (heads, _, head_dim), kv_heads = query.shape, keys.shape[0]
-    _check(query, keys, values, intervals, earlier, lse)
+    _check(query, keys, values, intervals, earlier)
+    if lse is not None:
+        check_rows("lse", lse, query.shape[:2], torch.float32)
     check_numbers(scale, soft_cap)
     check_table("sinks", sinks, (heads,), torch.float32)
     count, group = intervals.shape[1], heads // kv_heads
@@ -178,14 +188,9 @@ def _launch(
 
 
 def _check(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    intervals: Tensor,
-    earlier: tuple[Tensor, Tensor] | None,
-    lse: Tensor | None,
+    query: Tensor, keys: Tensor, values: Tensor, intervals: Tensor, earlier: tuple[Tensor, Tensor] | None
 ) -> None:
-    heads, tokens, head_dim = query.shape
+    heads, _, head_dim = query.shape
     kv_heads = keys.shape[0]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
@@ -202,7 +207,3 @@ def _check(
         found, dtypes = [tuple(part.shape) for part in earlier], {part.dtype for part in earlier}
         if found != [tuple(query.shape), tuple(query.shape[:2])] or dtypes != {torch.float32}:
             raise ValueError(f"a partial of queries {tuple(query.shape)} must be fp32, got {found} of {dtypes}")
-    if lse is not None and (
-        lse.shape != (heads, tokens) or lse.dtype != torch.float32 or (earlier is not None and lse is not earlier[1])
-    ):
-        raise ValueError(f"a log-sum-exp is [heads, tokens] fp32, and that of an earlier partial, got {lse.shape}")
