@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -24,7 +24,8 @@ from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
 from .nodes import Tree
-from .operators import Call, Operator, attend_by_kernel, choose_operator
+from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel_serves
+from .trie import Numbers
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
@@ -41,11 +42,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
     """
     if scoring.distances is not None:
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
-    if (paths := tree.plans.get("paths")) is None:
-        paths = tree.plans["paths"] = _Paths(tree)
-    if scoring.window is not None and paths.longest <= scoring.window:
-        scoring = replace(scoring, window=None)
-    plan = _Plan(paths, choose_operator(query, value, scoring), scoring, query.device)
+    scores = scoring.scale, scoring.softcap, scoring.window
+    name = scores, query.dtype, query.device, query.shape[1:], key.shape[1:], value.shape[1:]
+    plan: _Plan | None = tree.plans.get(name)
+    if plan is None:
+        plan = tree.plans[name] = _Plan.of(tree, Scoring(*scores), query, key, value)
     inputs = query, key, value, scoring.sinks
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs):
         return cast(Tensor, _Attention.apply(plan, *inputs))
@@ -108,31 +109,36 @@ class _Paths:
         }
 
     def intervals(self, window: int | None, device: torch.device) -> list[Tensor]:
-        """The interval of keys that each query sees of its path's first nodes that lie end to end, of the next ones, …
+        """The keys that queries see, as the prefill kernel takes them: two intervals, of nodes that lie end to end.
 
         Returns:
-            ``[3, queries]`` int32 each: a query, and the first and last key that it sees, for those that see any.
+            ``[5, queries]`` int32 each: the last is that of all queries, others are of those with longer paths.
         """
         if (name := (window, device)) not in self._found:
             self._found[name] = [part.to(device) for part in self._intervals(window)]
         return cast(list[Tensor], self._found[name])
 
     def _intervals(self, window: int | None) -> list[Tensor]:
-        by_depth: dict[int, list[Tensor]] = defaultdict(list)
+        launches: dict[int, list[Numbers]] = defaultdict(list)  # the last launch is 0
         for number in self._new:
             runs = _joined(self._runs[one] for one in [*self._ancestors[number], number])
             queries = self._queries(number)
-            query = torch.arange(queries.start, queries.stop, device="cpu")
+            query = np.arange(queries.start, queries.stop)
             position = query - queries.stop + sum(map(len, runs))
-            before = 0
-            for depth, run in enumerate(runs):
-                last = (run.start + position - before).clamp_max(run.stop - 1)
-                oldest = torch.zeros_like(last) if window is None else position - before - window + 1
-                first = run.start + oldest.clamp_min(0)
-                by_depth[depth].append(torch.stack([query, first, last])[:, first <= last])
+            before, seen = 0, []
+            for run in runs:
+                last = np.minimum(run.start + position - before, run.stop - 1)
+                oldest = 0 if window is None else np.maximum(position - before - window + 1, 0)
+                if (first := run.start + oldest + 0 * last)[0] <= last[0]:  # later queries see no more of it
+                    seen.append((first, last))
                 before += len(run)
-        parts = [torch.cat(by_depth[depth], 1).int() for depth in sorted(by_depth)]
-        return [part for part in parts if part.numel()]
+            if len(seen) % 2:
+                seen.append((0 * query, 0 * query - 1))
+            for pair in range(0, len(seen), 2):
+                two = *seen[pair], *seen[pair + 1]
+                launches[len(seen) // 2 - 1 - pair // 2].append(np.stack([query, *two]))
+        tables = (np.concatenate(launches[one], 1) for one in sorted(launches, reverse=True))
+        return [torch.from_numpy(table.astype(np.int32)) for table in tables]
 
     def _queries(self, number: int) -> range:
         run = self._runs[number]
@@ -190,12 +196,23 @@ def _selection(runs: Sequence[range], device: torch.device) -> slice | Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Attention of one layer."""
+    """Attention of layers of one kind, without their sinks."""
 
     paths: _Paths
     operator: Operator
     scoring: Scoring
     device: torch.device
+    by_kernel: bool
+
+    @classmethod
+    def of(cls, tree: Tree, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> _Plan:
+        if (paths := tree.plans.get("paths")) is None:
+            paths = tree.plans["paths"] = _Paths(tree)
+        if scoring.window is not None and paths.longest <= scoring.window:
+            scoring = replace(scoring, window=None)
+        operator, device = choose_operator(query, value, scoring), query.device
+        with torch.no_grad():  # gradients are the operator's
+            return cls(paths, operator, scoring, device, kernel_serves(query, key, value))
 
     @property
     def calls(self) -> list[Call]:
@@ -203,14 +220,16 @@ class _Plan:
         return self.paths.calls(self.scoring.window, self.operator.copies, self.device)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
-        """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``, contiguous."""
-        intervals = partial(self.paths.intervals, self.scoring.window, self.device)
-        whole = attend_by_kernel(query, key, value, intervals, self.scoring)
-        out, lse = self._merged(query, key, value) if whole is None else whole
+        """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``."""
+        if self.by_kernel:
+            intervals, scoring = self.paths.intervals(self.scoring.window, self.device), self.scoring
+            if (found := attend_by_kernel(query, key, value, intervals, scoring, sinks)) is not None:
+                return found
+        out, lse = self._merged(query, key, value)
         if sinks is not None:
             of_keys, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
             out = out * torch.exp(of_keys - lse).T.unsqueeze(-1)
-        return Partial(out.to(query.dtype), lse.contiguous())
+        return Partial(out.to(query.dtype), lse)
 
     def _merged(self, query: Tensor, key: Tensor, value: Tensor) -> Partial:
         """The partial of all keys, of those that the operator computes."""
@@ -264,7 +283,7 @@ class _Sum:
         if self._total is None:
             self._total = torch.zeros_like(self._like, dtype=sums, memory_format=torch.contiguous_format)
         if isinstance(tokens, slice):
-            self._total[tokens] += part
+            self._total[tokens].add_(part)
         else:
             self._total.index_add_(0, tokens, part.to(self._total.dtype))
 
@@ -280,10 +299,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
-        whole = plan.attend(query, key, value, sinks)
-        ctx.plan = plan
-        ctx.save_for_backward(query, key, value, sinks, *whole)
-        return whole.out
+        ctx.plan, (out, lse) = plan, plan.attend(query, key, value, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, lse.contiguous())
+        return out
 
     @staticmethod
     @once_differentiable

@@ -8,11 +8,11 @@ the gradient of the queries is the sum over parts, as in Ring Attention (Liu et 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch import Tensor
 from ..attention.kv import Partial, Scoring
 from ..attention.torch_operators.operators import product
 from ..kernels.failures import KernelFailedError
-from ..kernels.prefill.api import prefill_partial, refusal
+from ..kernels.prefill.api import prefill_attention, prefill_partial, refusal
 
 _HALF: Final = torch.float16, torch.bfloat16
 _MOST_QUERIES: Final = 512
@@ -323,34 +323,43 @@ def _by_token(x: Tensor) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
+def kernel_serves(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the prefill kernel serves such tensors: not off a GPU, nor other dtypes than half precision."""
+    return query.is_cuda and query.dtype in _HALF and refusal(*_by_head(query, keys, values)) is None
+
+
 def attend_by_kernel(
-    query: Tensor, keys: Tensor, values: Tensor, intervals: Callable[[], Sequence[Tensor]], scoring: Scoring
+    query: Tensor, keys: Tensor, values: Tensor, intervals: Sequence[Tensor], scoring: Scoring, sinks: Tensor | None
 ) -> Partial | None:
-    """Attention of all queries without sinks by the prefill kernel, which merges nodes in fp32 and copies no keys.
+    """Attention of all queries by the prefill kernel, which merges nodes in fp32 and copies no keys.
 
     Flash attention would round each node's part to half precision, or need a copy of each path's keys: on an H200 the
     kernel takes 0.6 to 0.95 of the time of that.
 
     Args:
-        intervals: Returns, of disjoint keys, those that queries see, as `prefill_partial` takes them.
+        intervals: Disjoint keys that queries see, as `prefill_attention` takes them; all queries are in the last.
 
     Returns:
-        ``out`` ``[tokens, heads, head_dim]`` and ``lse`` ``[heads, tokens]``, fp32; None where it does not run: off a
-        GPU, in other dtypes than half precision, for heads that it does not support, or after a failure.
+        ``out`` in the query's dtype and ``lse`` ``[heads, tokens]`` fp32; None after a failure.
     """
-    by_head = query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
-    if not query.is_cuda or query.dtype not in _HALF or refusal(*by_head) is not None:
-        return None
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    by_head = _by_head(query, keys, values)
+    earlier: tuple[Tensor, Tensor] | None = None
+    scores: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap}
     # A stride that is a multiple of 16, whatever the tokens: others would be another kernel to compile.
-    lse = out.new_full((query.shape[1], len(query) + 15 & ~15), -torch.inf)[:, : len(query)]
+    lse = query.new_empty(query.shape[1], len(query) + 15 & ~15, dtype=torch.float32)[:, : len(query)]
     try:
-        for part in intervals():
-            merged = out.transpose(0, 1), lse
-            prefill_partial(*by_head, part, scale=scoring.scale, soft_cap=scoring.softcap, earlier=merged)
+        for part in intervals[:-1]:
+            if earlier is None:
+                earlier = query.new_empty(query.shape, dtype=torch.float32).transpose(0, 1), lse.fill_(-torch.inf)
+            prefill_partial(*by_head, part, earlier=earlier, **scores)
+        out = prefill_attention(*by_head, intervals[-1], sinks=sinks, earlier=earlier, lse=lse, **scores)
     except KernelFailedError:
         return None
-    return Partial(out, lse)
+    return Partial(out.transpose(0, 1), lse)
+
+
+def _by_head(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
 
 
 def choose_operator(query: Tensor, values: Tensor, scoring: Scoring) -> Operator:

@@ -63,7 +63,7 @@ class PackedPass(RowLengths):
         inside = partial(_inside, configs=structure.configs, fused=structure.fused)
         changes = [
             Change(module, name, partial(_checkpointed, inside, checkpoint))
-            for module in structure.walk.modules
+            for module in (structure.walk.modules if torch.is_grad_enabled() else ())
             for name in _CHECKPOINTS
             if (checkpoint := vars(module).get(name)) is not None
         ]
@@ -85,8 +85,10 @@ class _PackedKV(SharedKV):
         self._tree, self._keys, self._values, self.device = tree, keys, values, keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        keys, values = (part.to(query.dtype)[0].transpose(0, 1) for part in (self._keys, self._values))
-        return attend(query[0].transpose(0, 1), keys, values, self._tree, scoring)[None]
+        # Views whose gradients are views, too, as those of an index are not.
+        keys, values = self._keys.to(query.dtype), self._values.to(query.dtype)
+        query, keys, values = (part.squeeze(0).transpose(0, 1) for part in (query, keys, values))
+        return attend(query, keys, values, self._tree, scoring).unsqueeze(0)
 
 
 def _checkpointed(
@@ -101,7 +103,7 @@ def _checkpointed(
         return checkpoint(function, *args, **kwargs)
 
     def in_pass(*again: Any, **named: Any) -> Any:
-        with inside(packed):
+        with nullcontext() if lengths_of_pass() is packed else inside(packed):
             return function(*again, **named)
 
     return checkpoint(in_pass, *args, **kwargs)

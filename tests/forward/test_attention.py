@@ -16,6 +16,9 @@ from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.forward import attention, operators
 from hf_fastdecode.forward.attention import attend
 from hf_fastdecode.forward.nodes import Node, Tree
+from hf_fastdecode.kernels.prefill import api
+
+from ..generation.fused.half_models import Counted
 
 DEVICES = [
     "cpu",
@@ -234,10 +237,28 @@ def test_intervals_are_the_keys_that_tokens_see(seed: int, window: int | None) -
     counted = torch.zeros(seen.shape, dtype=torch.long)
     for part in attention._Paths(tree).intervals(window, torch.device("cpu")):
         assert part.dtype == torch.int32 and len(part[0].unique()) == len(part[0])
-        for query, first, last in part.T.tolist():
-            assert first <= last
-            counted[query, first : last + 1] += 1
+        for query, *spans in part.T.tolist():
+            for first, last in (spans[:2], spans[2:]):
+                counted[query, first : max(first, last + 1)] += 1
     assert torch.equal(counted, seen.long())
+    assert torch.equal(part[0], torch.arange(len(seen)))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted where there is a GPU")
+@pytest.mark.parametrize("name", ["samples of a prompt", "chains", list(KEPT)[1]])
+@pytest.mark.parametrize("scoring", ["soft cap", "sinks and window"])
+def test_the_prefill_kernel_interpreted(name: str, scoring: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of paths of one node and of many, in one launch for each two of them."""
+    pytest.importorskip("triton")
+    launches = []
+    monkeypatch.setattr(attention, "kernel_serves", lambda *parts: operators.refusal(*parts) is None)
+    monkeypatch.setattr(operators, "prefill_attention", counted := Counted(api.prefill_attention))
+    monkeypatch.setattr(operators, "prefill_partial", lambda *a, **k: launches.append(api.prefill_partial(*a, **k)))
+    inputs = Inputs(all_trees()[name], SCORINGS[scoring]).rounded(torch.float32)
+    for ours, right in zip(inputs.run(attend, torch.float32), inputs.run(oracle), strict=True):
+        assert (ours - right).norm() <= 1e-5 * right.norm()
+    assert counted.count == 1
+    assert not launches or name != "samples of a prompt"
 
 
 @pytest.mark.gpu

@@ -24,6 +24,16 @@ def some_intervals(tokens: int, length: int) -> Tensor:
     return torch.stack([torch.randperm(tokens, generator=generator), first, last]).int()
 
 
+def two_intervals(tokens: int) -> Tensor:
+    """Tokens in order, each of which sees some keys of the first half, of the second, of both or none."""
+    half = tokens // 2
+    token, first, last = some_intervals(tokens, half)
+    later = some_intervals(tokens, tokens - half)[1:] + half
+    later[1, : tokens // 3] = -1  # whole tiles see none
+    last[-tokens // 3 :] = -1
+    return torch.stack([token.sort().values, first, last, *later])
+
+
 def no_keys(query: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(query, torch.nan), query.new_full(query.shape[:2], -torch.inf)
 
@@ -54,6 +64,14 @@ def test_parts_merge_to_the_whole(soft_cap: float | None, heads: tuple[int, int]
         out = api.prefill_attention(query, *own, intervals, sinks=some, earlier=before, **options, **small)
         oracle = reference.prefill_attention(query.double(), *own, intervals, sinks=some, earlier=expected, **options)
         torch.testing.assert_close(out, oracle.float())
+    for some, (before, expected) in ((sinks, (mine, theirs)), (None, (None, None))):
+        pairs = two_intervals(tokens)
+        lse, right = (before[1], expected[1]) if before else (query.new_empty(query.shape[:2]) for _ in range(2))
+        given = {"sinks": some, **options}
+        out = api.prefill_attention(query, *own, pairs, earlier=before, lse=lse, **given, **small)
+        oracle = reference.prefill_attention(query.double(), *own, pairs, earlier=expected, lse=right, **given)
+        torch.testing.assert_close(out, oracle.float())
+        torch.testing.assert_close(lse, right.float())
     alone = api.prefill_attention(query, *own, intervals, **options, **small)
     assert not alone[:, intervals[0, intervals[1] > intervals[2]].long()].any()
 
@@ -74,6 +92,7 @@ def test_arguments_out_of_bounds_are_refused() -> None:
         ("scale must be above 0", {"scale": 0.0}),
         ("sinks must be", {"sinks": torch.zeros(2)}),
         ("a partial of queries", {"earlier": (query, query)}),
+        ("lse must be", {"lse": torch.zeros(4, 6)}),
         ("contiguous, got strides", {"query": random(4, 16, 5, seed=0).mT}),
     ):
         given: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "intervals": intervals, "scale": 1.0}

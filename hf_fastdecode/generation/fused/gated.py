@@ -78,9 +78,10 @@ def _run(module: nn.Module, activation: Activation, own: Any, x: Tensor, *args: 
 
 def _product(module: nn.Module, activation: Activation, x: Tensor) -> Tensor | None:
     """The input of `down_proj`, computed in one launch; None where projections are not plain or rows are many."""
-    products = products_here()
+    if (products := products_here()) is None:
+        return None
     gate, up = (module._modules.get(name) for name in ("gate_proj", "up_proj"))
-    if products is None or not (is_linear(gate) and is_linear(up)):
+    if not (is_linear(gate) and is_linear(up)):
         return None
     return products.gated(x, (gate.weight, up.weight), (gate.bias, up.bias), activation)
 

@@ -77,8 +77,11 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
 
 
 def eps_of(module: nn.Module) -> float | None:
-    found = (vars(module).get(name) for name in _EPS)
-    return next((value for value in found if isinstance(value, float)), None)
+    own = vars(module)
+    for name in _EPS:
+        if isinstance(eps := own.get(name), float):
+            return eps
+    return None
 
 
 _GROUP = "group_size"

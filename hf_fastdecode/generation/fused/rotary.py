@@ -67,7 +67,7 @@ def form_of(module: nn.Module) -> Forms | None:
 
 
 def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
-    if len(args) == 4 and not kwargs and all(type(one) is Tensor for one in args):
+    if len(args) == 4 and not kwargs and {*map(type, args)} == {Tensor}:
         queries, keys, cos, sin = args
         if (
             queries.dim() == 4
@@ -94,4 +94,6 @@ def _others(forward: Callable[..., Any], forms: Forms) -> dict[str, Callable[...
     return {_NAME: partial(_rotate, global_named(_NAME, forward), forms)}
 
 
-ROTARY = FusedKind("rotary embeddings", may_be, key, form_of, by_copy(_others))
+ROTARY = FusedKind(
+    "rotary embeddings", may_be, key, form_of, by_copy(_others, partial(runs_fused, differentiable=True))
+)

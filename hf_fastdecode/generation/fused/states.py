@@ -80,7 +80,7 @@ def _others(forward: Callable[..., Any], names: frozenset[str]) -> dict[str, Cal
     return {name: partial(_REPLACED[name][1], global_named(name, forward)) for name in names}
 
 
-_of_copy = by_copy(_others, serves=lambda hidden: hidden.dim() == 3)
+_of_copy = by_copy(_others, serves=lambda hidden: runs_fused(hidden) and hidden.dim() == 3)
 
 
 def _replacement(module: nn.Module, names: frozenset[str]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
@@ -64,32 +64,37 @@ def by_kernel(run: Callable[..., Any]) -> Callable[[nn.Module, Any], Any]:
     def call(module: nn.Module, form: Any, *args: Any, **kwargs: Any) -> Any:
         found = None
         if is_plain(module):
-            with suppress(ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+            try:  # noqa: SIM105 - called for each module: `suppress` takes several times as long
                 found = run(module, form, *args, **kwargs)
+            except (ValueError, KernelFailedError):  # ValueError: as of a weight that is not contiguous
+                pass
         return uncompiled_call(module, *args, **kwargs) if found is None else found
 
     return lambda module, form: partial(call, module, form)
 
 
 def by_copy(
-    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]],
-    serves: Callable[[Tensor], bool] = lambda hidden: True,
+    others: Callable[[Callable[..., Any], Any], Mapping[str, Callable[..., Any]]], serves: Callable[[Tensor], bool]
 ) -> Callable[[nn.Module, Any], Any]:
     """Replacements of `FusedKind` by a copy of ``forward``, in which names are `others`, see `calling`.
 
     Args:
         others: Given ``forward`` and the module's form.
-        serves: Whether the copy runs for these hidden states; otherwise the module's own code does.
+        serves: Whether the copy runs for these hidden states, see `runs_fused`; otherwise the module's own code does.
     """
+    last: tuple[Any, Any, Any] = None, None, None  # layers of a model are mostly alike, and replaced for each pass
 
     def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
-        forward = type(module).forward
-        copied = calling(forward, others(forward, form))
+        nonlocal last
+        known, forward = last, type(module).forward
+        if known[0] is not forward or known[1] is not form:
+            known = last = forward, form, calling(forward, others(forward, form))
+        copied = known[2]
         assert copied is not None  # for `form_of` made one
 
         def call(*args: Any, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, Tensor) and runs_fused(hidden) and serves(hidden) and is_plain(module):
+            if isinstance(hidden, Tensor) and serves(hidden) and is_plain(module):
                 return copied(module, *args, **kwargs)
             return uncompiled_call(module, *args, **kwargs)
 

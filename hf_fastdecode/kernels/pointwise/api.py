@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,7 @@ def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **o
     launch_named(Kernel.POINTWISE, f"pointwise.kernel.{name}", x.device, grid, x, *arguments, **options)
 
 
+@lru_cache
 def _norm_options(columns: int, device: torch.device, elements: int = _ELEMENTS) -> tuple[int, dict[str, int]]:
     """Rows of a program that normalizes so many columns, and its launch options."""
     block = power_of_two(columns)
@@ -134,7 +136,7 @@ def rms_norm_gradients(
     programs = min(-(-rows // at_once), _GRADIENT_WARPS // options["num_warps"] * multiprocessors(x.device))
     sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device) if of_weight else None
     tensors, stages = (x, grad, weight, grad_x, sums), 3 if columns <= 2 * _GRADIENT_ELEMENTS else 2
-    options |= {"OF_WEIGHT": of_weight, "STAGES": stages}
+    options = options | {"OF_WEIGHT": of_weight, "STAGES": stages}
     _launch("normalize_backward", (programs,), *tensors, rows, eps, ROUNDING=form.value, **options)
     return grad_x, sums.sum(0).to(weight.dtype) if sums is not None else None
 
@@ -165,7 +167,7 @@ def gated_rms_norm(
         gates = gates.contiguous()
     rows, out = x.numel() // group, torch.empty_like(x)
     at_once, options = _norm_options(group, x.device)
-    options |= {"GROUPS": columns // group, "AFTER": form is GatedNormForm.AFTER}
+    options = options | {"GROUPS": columns // group, "AFTER": form is GatedNormForm.AFTER}
     tensors = x, gates, weight, out
     _launch("normalize_gated", (-(-rows // at_once),), *tensors, rows, gates.stride(0), eps, **options)
     return out
@@ -200,7 +202,8 @@ def rotate(
     rotary, key_heads = cos.shape[-1] * (2 if halves else 1), keys.shape[1]
     shapes = keys.shape == (batch, key_heads, length, head_dim) and cos.shape == sin.shape
     shapes = shapes and cos.shape[:2] in ((batch, length), (1, length)) and rotary <= head_dim and rotary % 2 == 0
-    if not shapes or any(part.stride(-1) != 1 for part in (queries, keys, cos, sin)) or cos.stride() != sin.stride():
+    inner = queries.stride(-1), keys.stride(-1), cos.stride(-1)
+    if not shapes or inner != (1, 1, 1) or cos.stride() != sin.stride():
         takes = "queries and keys [batch, heads, length, head_dim] and cos and sin [batch or 1, length, rotary]"
         raise refused(f"rotate takes {takes}, contiguous along the last axis", queries, keys, cos, sin)
     outs = torch.empty_like(queries), torch.empty_like(keys)

@@ -17,7 +17,15 @@ from ..ahead import launch
 from ..device import interpreted, power_of_two, shared_memory
 from ..failures import Kernel, failure, launching
 from ..forest_decode.limits import refusal_of_heads
-from ..limits import FLOATS, MAX_HEAD_DIM, check_numbers, check_table, refusal_of_any_shape, refusal_of_mixture
+from ..limits import (
+    FLOATS,
+    MAX_HEAD_DIM,
+    check_numbers,
+    check_rows,
+    check_table,
+    refusal_of_any_shape,
+    refusal_of_mixture,
+)
 
 
 def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor] = ()) -> str | None:
@@ -83,15 +91,16 @@ def prefill_partial(
             ``i // (heads / kv_heads)``. The last dimension of all tensors is contiguous.
         keys: ``[kv_heads, length, head_dim]``, in the query's dtype.
         values: The same.
-        intervals: ``[3, count]`` int32, contiguous: different tokens, and the first and the last key that each sees;
-            none where the last comes before the first. Tokens next to each other should see nearly the same keys.
+        intervals: ``[3 or 5, count]`` int32, contiguous: different tokens, and the first and the last key that each
+            sees of one run of keys or two; none where the last comes before the first. Tokens next to each other
+            should see nearly the same keys.
         scale: Factor on the scores, positive.
         soft_cap: When given, scores become ``soft_cap * tanh(scores / soft_cap)``.
         earlier: Partial of other keys: ``out`` ``[heads, tokens, head_dim]`` and natural-log log-sum-exp
             ``[heads, tokens]``, both fp32. Where the latter is ``-inf``, ``out`` is undefined.
         config: Launch parameters.
     """
-    _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, config)
+    _launch(query, keys, values, intervals, scale, soft_cap, None, earlier, None, None, config)
 
 
 def prefill_attention(
@@ -104,6 +113,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
+    lse: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Attention of tokens over these keys, merged with that over others.
@@ -113,13 +123,14 @@ def prefill_attention(
         intervals: Of all tokens: the result of others is undefined.
         sinks: ``[heads]`` fp32: when given, one more score per query head, without a value.
         earlier: The partial of other keys, if there are any.
+        lse: When given, gets the log-sum-exp, ``[heads, tokens]`` fp32; with `earlier`, that of it.
 
     Returns:
         ``[heads, tokens, head_dim]`` in the query's dtype, a view of contiguous ``[tokens, heads, head_dim]``.
     """
     heads, tokens, head_dim = query.shape
     out = torch.empty(tokens, heads, head_dim, dtype=query.dtype, device=query.device).transpose(0, 1)
-    _launch(query, keys, values, intervals, scale, soft_cap, sinks, earlier, out, config)
+    _launch(query, keys, values, intervals, scale, soft_cap, sinks, earlier, out, lse, config)
     return out
 
 
@@ -133,10 +144,13 @@ def _launch(
     sinks: Tensor | None,
     earlier: tuple[Tensor, Tensor] | None,
     out: Tensor | None,
+    lse: Tensor | None,
     config: Config | None,
 ) -> None:
     (heads, _, head_dim), kv_heads = query.shape, keys.shape[0]
     _check(query, keys, values, intervals, earlier)
+    if lse is not None:
+        check_rows("lse", lse, query.shape[:2], torch.float32)
     check_numbers(scale, soft_cap)
     check_table("sinks", sinks, (heads,), torch.float32)
     count, group = intervals.shape[1], heads // kv_heads
@@ -144,7 +158,7 @@ def _launch(
         return
     config = config or choose_config(head_dim, shared_memory(query.device))
     result = query if out is None else out
-    merged = earlier or (result, result)
+    merged = earlier or (result, result if lse is None else lse)
     with launching(Kernel.PREFILL, query.device):
         from .kernel import attend_intervals  # it imports triton, which may be missing
 
@@ -153,7 +167,8 @@ def _launch(
             (-(-count * group // config.block_m) * kv_heads,),
             *(query, keys, values, intervals, result, *merged, sinks),
             *(count, kv_heads, scale, soft_cap or 1.0),
-            *(stride for part in (query, keys, values, result, *merged) for stride in part.stride()[:2]),
+            *(*query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]),
+            *(*result.stride()[:2], *merged[0].stride()[:2], *merged[1].stride()[:2]),
             GROUP=group,
             HEAD_DIM=head_dim,
             BLOCK_D=padded(head_dim),
@@ -164,6 +179,8 @@ def _launch(
             SINKS=sinks is not None,
             EARLIER=earlier is not None,
             FINAL=out is not None,
+            LSE=out is None or lse is not None,
+            SPANS=len(intervals) // 2,
             IN_HARDWARE=not interpreted(),
             num_warps=config.warps,
             enable_fp_fusion=True,  # as in the decode kernels
@@ -182,10 +199,10 @@ def _check(
         raise ValueError(f"query, keys and values need one head_dim of up to {MAX_HEAD_DIM}, got shapes {shapes}")
     if not query.dtype == keys.dtype == values.dtype or query.dtype not in FLOATS:
         raise ValueError(f"query, keys and values must be fp16, bf16 or fp32, got {query.dtype} and {keys.dtype}")
-    inner = [part.stride(-1) for part in (query, keys, values, *([] if earlier is None else [earlier[0]]))]
-    if inner != [1] * len(inner):
+    inner = query.stride(-1), keys.stride(-1), values.stride(-1), 1 if earlier is None else earlier[0].stride(-1)
+    if inner != (1, 1, 1, 1):
         raise ValueError(f"the last dimensions must be contiguous, got strides {inner}")
-    check_table("intervals", intervals, (3, *intervals.shape[1:2]), torch.int32)
+    check_table("intervals", intervals, (5 if len(intervals) == 5 else 3, *intervals.shape[1:2]), torch.int32)
     if earlier is not None:
         found, dtypes = [tuple(part.shape) for part in earlier], {part.dtype for part in earlier}
         if found != [tuple(query.shape), tuple(query.shape[:2])] or dtypes != {torch.float32}:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Prefill kernel: attention of many tokens, each over one interval of the keys, with a soft cap where there is one.
+"""Prefill kernel: attention of many tokens, each over intervals of the keys, with a soft cap where there is one.
 
 Causal attention, a sliding window, runs of tokens side by side and a context before them differ in the intervals
 alone. The query heads of a KV head are packed next to each other, token by token, so that a tile covers few positions:
@@ -41,10 +41,10 @@ def attend_intervals(
     query,  # [heads, tokens, head_dim], as `out`, `earlier_out` and, without the last dimension, `earlier_lse`
     keys,  # [kv_heads, length, head_dim]
     values,
-    intervals,  # [3, count] int32: a token, the first and the last key that it sees
+    intervals,  # [1 + 2 * SPANS, count] int32: a token, the first and the last key that it sees of each span
     out,  # in the query's dtype; only with FINAL
     earlier_out,  # fp32: the partial of other keys, and where the merged one goes without FINAL
-    earlier_lse,
+    earlier_lse,  # with FINAL, where the merged one goes with LSE
     sinks,  # [heads] fp32; only with SINKS
     count,
     kv_heads,
@@ -72,6 +72,8 @@ def attend_intervals(
     SINKS: tl.constexpr,
     EARLIER: tl.constexpr,  # whether there is a partial to merge with
     FINAL: tl.constexpr,  # whether these are the last keys
+    LSE: tl.constexpr,  # whether the log-sum-exp is kept
+    SPANS: tl.constexpr,
     IN_HARDWARE: tl.constexpr,
 ):
     element: tl.constexpr = query.dtype.element_ty
@@ -83,21 +85,11 @@ def attend_intervals(
     index = packed // GROUP
     query_head = head * GROUP + packed % GROUP
     token = tl.load(intervals + index, mask=in_tile, other=0).to(tl.int64)
-    first_seen = tl.load(intervals + count + index, mask=in_tile, other=0)
-    last_seen = tl.load(intervals + 2 * count + index, mask=in_tile, other=-1)
     dims = tl.arange(0, BLOCK_D)
     in_dim = dims < HEAD_DIM
     kept = in_tile[:, None] & in_dim[None, :]
     query_at = query_head.to(tl.int64) * query_head_stride + token * query_stride
     q = tl.load(query + query_at[:, None] + dims[None, :], mask=kept, other=0.0)
-
-    first = tl.min(tl.where(in_tile, first_seen, FARTHEST), 0)
-    stop = tl.max(last_seen, 0) + 1
-    tiles = tl.cdiv(tl.maximum(stop - first, 0), BLOCK_N)
-    # Key tiles [before, after) need no mask.
-    before = tl.minimum(tl.cdiv(tl.max(first_seen, 0) - first, BLOCK_N), tiles)
-    seen_by_all = tl.min(tl.where(in_tile, last_seen, FARTHEST), 0) + 1 - first
-    after = tl.maximum(before, tl.minimum(tl.maximum(seen_by_all, 0) // BLOCK_N, tiles))
 
     factor = scale / soft_cap if SOFT_CAP else 1.0
     scale_log2 = (soft_cap if SOFT_CAP else scale) * LOG2E
@@ -117,31 +109,44 @@ def attend_intervals(
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     here = tl.arange(0, BLOCK_N)
-    keys += head.to(tl.int64) * key_head_stride + first.to(tl.int64) * key_stride
-    values += head.to(tl.int64) * value_head_stride + first.to(tl.int64) * value_stride
     keys_at = here[:, None] * key_stride + dims[None, :]
     values_at = here[:, None] * value_stride + dims[None, :]
     key_step = (tl.full([], BLOCK_N, tl.int64)) * key_stride
     value_step = (tl.full([], BLOCK_N, tl.int64)) * value_stride
-    for key_tile in tl.range(before, after, num_stages=STAGES):
-        if HEAD_DIM == BLOCK_D:
-            k = tl.load(keys + key_tile * key_step + keys_at)
-            v = tl.load(values + key_tile * value_step + values_at)
-        else:
-            k = tl.load(keys + key_tile * key_step + keys_at, mask=in_dim[None, :], other=0.0)
-            v = tl.load(values + key_tile * value_step + values_at, mask=in_dim[None, :], other=0.0)
-        scores = tile_scores(q, k, factor, SOFT_CAP, IN_HARDWARE)
-        row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
-    for masked in tl.range(0, tiles - (after - before), num_stages=STAGES):
-        key_tile = tl.where(masked < before, masked, masked + (after - before))
-        key = first + key_tile * BLOCK_N + here
-        stored = (key < stop)[:, None] & in_dim[None, :]
-        k = tl.load(keys + key_tile * key_step + keys_at, mask=stored, other=0.0)
-        v = tl.load(values + key_tile * value_step + values_at, mask=stored, other=0.0)
-        scores = tile_scores(q, k, factor, SOFT_CAP, IN_HARDWARE)
-        visible = (key[None, :] >= first_seen[:, None]) & (key[None, :] <= last_seen[:, None])
-        scores = tl.where(visible, scores, -float("inf"))
-        row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
+    for span in tl.static_range(SPANS):
+        first_seen = tl.load(intervals + (2 * span + 1) * count + index, mask=in_tile, other=0)
+        last_seen = tl.load(intervals + (2 * span + 2) * count + index, mask=in_tile, other=-1)
+        last_seen = tl.where(last_seen >= first_seen, last_seen, -1)
+        stop = tl.max(last_seen, 0) + 1
+        first = tl.minimum(tl.min(tl.where(last_seen >= 0, first_seen, FARTHEST), 0), stop)
+        tiles = tl.cdiv(stop - first, BLOCK_N)
+        # Key tiles [before, after) need no mask.
+        last_first = tl.max(tl.where(last_seen >= 0, first_seen, 0), 0)
+        before = tl.minimum(tl.cdiv(last_first - first, BLOCK_N), tiles)
+        seen_by_all = tl.min(tl.where(in_tile, last_seen, FARTHEST), 0) + 1 - first
+        after = tl.maximum(before, tl.minimum(tl.maximum(seen_by_all, 0) // BLOCK_N, tiles))
+
+        span_keys = keys + head.to(tl.int64) * key_head_stride + first.to(tl.int64) * key_stride
+        span_values = values + head.to(tl.int64) * value_head_stride + first.to(tl.int64) * value_stride
+        for key_tile in tl.range(before, after, num_stages=STAGES):
+            if HEAD_DIM == BLOCK_D:
+                k = tl.load(span_keys + key_tile * key_step + keys_at)
+                v = tl.load(span_values + key_tile * value_step + values_at)
+            else:
+                k = tl.load(span_keys + key_tile * key_step + keys_at, mask=in_dim[None, :], other=0.0)
+                v = tl.load(span_values + key_tile * value_step + values_at, mask=in_dim[None, :], other=0.0)
+            scores = tile_scores(q, k, factor, SOFT_CAP, IN_HARDWARE)
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
+        for masked in tl.range(0, tiles - (after - before), num_stages=STAGES):
+            key_tile = tl.where(masked < before, masked, masked + (after - before))
+            key = first + key_tile * BLOCK_N + here
+            stored = (key < stop)[:, None] & in_dim[None, :]
+            k = tl.load(span_keys + key_tile * key_step + keys_at, mask=stored, other=0.0)
+            v = tl.load(span_values + key_tile * value_step + values_at, mask=stored, other=0.0)
+            scores = tile_scores(q, k, factor, SOFT_CAP, IN_HARDWARE)
+            visible = (key[None, :] >= first_seen[:, None]) & (key[None, :] <= last_seen[:, None])
+            scores = tl.where(visible, scores, -float("inf"))
+            row_max, row_sum, acc = online_softmax_step(scores, scale_log2, v, row_max, row_sum, acc, element)
 
     if SINKS:
         sink = tl.load(sinks + query_head, mask=in_tile, other=0.0) * LOG2E
@@ -158,5 +163,6 @@ def attend_intervals(
         tl.store(out + out_at[:, None] + dims[None, :], result.to(element), mask=kept)
     else:
         tl.store(earlier_out + earlier_at[:, None] + dims[None, :], result, mask=kept)
+    if LSE:
         lse = tl.where(has_keys, (row_max + tl.log2(row_sum)) * LN2, -float("inf"))
         tl.store(earlier_lse + lse_at, lse, mask=in_tile)

@@ -33,6 +33,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     earlier: tuple[Tensor, Tensor] | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """See `api.prefill_attention`."""
     tokens = intervals[0].long()
@@ -40,7 +41,10 @@ def prefill_attention(
     if sinks is not None:
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)], -1)
         values = torch.cat([values, values.new_zeros(len(values), 1, values.shape[2])], 1)
-    merged, _ = _merged(scores, values, None if earlier is None else (earlier[0][:, tokens], earlier[1][:, tokens]))
+    before = None if earlier is None else (earlier[0][:, tokens], earlier[1][:, tokens])
+    merged, total = _merged(scores, values, before)
+    if lse is not None:
+        lse[:, tokens] = total.to(lse.dtype)
     out = torch.empty_like(query)
     out[:, tokens] = merged.to(query.dtype)
     return out
@@ -50,10 +54,11 @@ def _scores(
     query: Tensor, keys: Tensor, values: Tensor, intervals: Tensor, scale: float, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[heads, count, length]``, ``-inf`` where hidden, and values of every query head, 0 where unseen."""
-    token, first, last = intervals.long()
+    token, *bounds = intervals.long()
     group = len(query) // len(keys)
     key = torch.arange(keys.shape[1], device=query.device)
-    visible = (key >= first[:, None]) & (key <= last[:, None])
+    spans = zip(bounds[::2], bounds[1::2], strict=True)
+    visible = torch.stack([(key >= first[:, None]) & (key <= last[:, None]) for first, last in spans]).any(0)
     unseen = ~visible.any(0)[:, None]  # they may hold anything, and 0 * NaN is NaN
     keys, values = (part.double().masked_fill(unseen, 0.0).repeat_interleave(group, 0) for part in (keys, values))
     scores = query[:, token].double() @ keys.mT * scale

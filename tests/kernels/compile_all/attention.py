@@ -128,17 +128,21 @@ def attend_in_parts(
 
 
 def prefill_everything() -> None:
-    """Passes of layers with soft caps, windows and sinks: alone, and over a context, whose partial is merged."""
+    """Passes of layers with soft caps, windows and sinks: alone, and over a context, whose partial is merged.
+
+    With gradients, or over two runs of keys at once, as in passes without a cache.
+    """
     layouts = product((64, 80, 96, 128, 192, 256), ((1, 8), (2, 8), (8, 8)), (torch.bfloat16, torch.float16))
     for (head_dim, (group, kv_heads), dtype), (softcap, sinks) in product(
         layouts, product((None, 30.0), (False, True))
     ):
         query = made(group * kv_heads, 1000, head_dim, dtype=dtype)
         keys = made(kv_heads, 1000, head_dim, dtype=dtype)
-        intervals = made(3, 1000, dtype=torch.int32)
         earlier = made(*query.shape), made(*query.shape[:2])
         own = made(len(query)) if sinks else None
         options = {"scale": 0.1, "soft_cap": softcap}
-        prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
-        for before in (None, earlier):
-            prefill_attention(query, keys, keys, intervals, sinks=own, earlier=before, **options)
+        for rows in (3, 5) if dtype == torch.bfloat16 else (3,):
+            intervals = made(rows, 1000, dtype=torch.int32)
+            prefill_partial(query, keys, keys, intervals, earlier=earlier, **options)
+            for before, lse in product((None, earlier), (None, earlier[1]) if rows == 5 else (None,)):
+                prefill_attention(query, keys, keys, intervals, sinks=own, earlier=before, lse=lse, **options)
