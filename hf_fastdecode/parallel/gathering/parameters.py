@@ -32,9 +32,11 @@ _ALIGNMENT: Final = 512
 MOST_OF_FREE: Final = 0.8
 """Share of a device's free memory that gathered parameters may take; keys and values need the rest."""
 
-
-class DoesNotFit(Unsupported):
-    """A device's memory does not hold the whole parameters."""
+MORE_MEMORY: Final = (
+    "free some (optimizer states on the CPU, more GPUs, passes in half precision), or sample with a copy of the model "
+    "on another GPU"
+)
+"""What to do where a device's memory does not hold whole parameters."""
 
 
 class Gathering(ABC):
@@ -48,22 +50,19 @@ class Gathering(ABC):
         units: The library's objects that `find` found.
 
     Attributes:
-        by_module: Whether passes gather a module's own parameters as it is called: code that reads those of another
-            module finds none.
         what: What is the matter with passes of the model as it is, for reports.
         remedy: What else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
         device: Where passes run, and parameters are gathered.
-        refused: Why calls run stock while passes gather; None in one whose passes may.
+        refused: Why calls run stock while passes gather.
     """
 
-    by_module: ClassVar[bool] = False
     what: ClassVar[str]
     remedy: ClassVar[str]
 
     def __init__(self, units: tuple[Any, ...]):
         self.units = units
-        self.refused: Unsupported | None = Unsupported(self.what, self.remedy)
+        self.refused = Unsupported(self.what, self.remedy)
 
     @classmethod
     @abstractmethod
@@ -88,8 +87,7 @@ class Gathering(ABC):
         """Prepare the memory of a call, without communication.
 
         Raises:
-            DoesNotFit: Memory does not hold them.
-            Unsupported: Parameters cannot be gathered as they are divided.
+            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
             torch.OutOfMemoryError: Memory ran out.
         """
 
@@ -225,15 +223,16 @@ class _Whole:
 
 
 def _check_room(nbytes: int, device: torch.device) -> None:
-    """Raise `DoesNotFit` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
+    """Raise `Unsupported` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
     if device.type != "cuda":
         return
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
     if nbytes > MOST_OF_FREE * free:
-        raise DoesNotFit(
+        raise Unsupported(
             f"all of its parameters take {nbytes / 2**30:.1f} GiB, more than {MOST_OF_FREE:.0%} of the "
-            f"{free / 2**30:.1f} GiB that are free on {device}"
+            f"{free / 2**30:.1f} GiB that are free on {device}",
+            MORE_MEMORY,
         )
 
 

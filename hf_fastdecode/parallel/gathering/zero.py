@@ -27,7 +27,6 @@ class Zero3(GatheredByParts):
     too: it communicates in passes, of which each process has its own number.
     """
 
-    by_module = True
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
     remedy = (
         "gather them for the call with deepspeed.zero.GatheredParameters, as TRL does by default "
