@@ -29,7 +29,10 @@ import pytest
 from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps.graph_capture import FusedProjections
+from hf_fastdecode.parallel.gathering import parameters, zero
 from tests.parallel.scenarios import PROMPT, draw
 from tests.parallel.test_gathered_parameters import SAMPLES, Raising, place
 from tests.tiny_models import tiny_model
@@ -82,6 +85,8 @@ for threshold in (0, 100):  # below which parameters stay gathered
             rollout(engine, expected, 0)  # with hooks
             remove_hooks(engine)  # as TRL does, all but one
             rollout(engine, expected, 0)
+            with mock.patch.object(zero, "_copies", return_value=True):  # as on a GPU
+                rollout(engine, expected, BYTES)
             add_hooks(engine)
         rollout(engine, expected, BYTES)  # of other tensors than the last
         rollout(engine, expected, BYTES)
@@ -114,8 +119,17 @@ else:
 ONE = """
 expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
 engine = engine_of(3, stage3_param_persistence_threshold=0)
-with fd.enabled(engine, min_saved_tokens=1):
-    rollout(engine, expected, BYTES)
+step(engine)
+model, replaced = engine.module, torch.nn.functional.linear
+with fd.enabled(model, min_saved_tokens=1):
+    rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
+    with state_of(model).gathered(model), torch.no_grad():  # kernels run as in a model that DeepSpeed does not know
+        assert str(FusedModules(model)) == str(FusedModules(tiny_model())) != ""
+        projections = FusedProjections(model)
+        with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
+            model(input_ids=IDS)
+        assert products.call_count == 2 * 4 + 1, products.call_count
+assert torch.nn.functional.linear is replaced is not torch._C._nn.linear
 """
 
 STEPS = """

@@ -114,7 +114,7 @@ def _enter(gathering: Gathering, stack: ExitStack, model: PreTrainedModel, timeo
             with ranks.together() as offer:
                 if (refusal := _refusal(gathering)) is not None:
                     raise refusal
-                fields = {"bytes of gathered parameters": gathering.nbytes}
+                fields = {"bytes of gathered parameters": gathering.received}
                 offer.compare(lambda: fields, "parameters are divided differently")
         except Unsupported as error:
             gathering.release()

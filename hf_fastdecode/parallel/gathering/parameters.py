@@ -80,7 +80,12 @@ class Gathering(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the whole parameters that `gathered` gathers on each process; known after `reserve`."""
+        """Bytes of the whole parameters that `gathered` gathers on each process, or copies; known after `reserve`."""
+
+    @property
+    @abstractmethod
+    def received(self) -> int:
+        """Those that it gathers, as many on each process."""
 
     @abstractmethod
     def reserve(self) -> None:
@@ -157,6 +162,10 @@ class GatheredByParts(Gathering):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
+    @property
+    def received(self) -> int:
+        return sum(part.nbytes for part in self._parts if not part.is_whole)
+
     def reserve(self) -> None:
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
@@ -222,13 +231,15 @@ class _Whole:
                     swaps.put(vars(module), name, parameter)
 
 
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what PyTorch's allocator keeps."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
 def _check_room(nbytes: int, device: torch.device) -> None:
     """Raise `Unsupported` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
-    if device.type != "cuda":
-        return
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    if nbytes > MOST_OF_FREE * free:
+    if device.type == "cuda" and nbytes > MOST_OF_FREE * (free := free_bytes(device)):
         raise Unsupported(
             f"all of its parameters take {nbytes / 2**30:.1f} GiB, more than {MOST_OF_FREE:.0%} of the "
             f"{free / 2**30:.1f} GiB that are free on {device}",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ..._compat import zero_init_of
+from ..._compat import without_gradients, zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import GatheredByParts, Part, Place, Swaps
+from ...instance_methods import Change, Switch
+from .parameters import MOST_OF_FREE, GatheredByParts, Part, Place, Swaps, free_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,8 +27,12 @@ class Zero3(GatheredByParts):
     """ZeRO-3, whose processes have equal parts of each flat parameter, the last of them padded.
 
     Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are copied.
-    Where a user has gathered all, as TRL does, they are left as they are. The hook that TRL leaves then is taken off
-    too: it communicates in passes, of which each process has its own number.
+    So are all of them where a user has gathered them, as TRL does for each rollout, on a GPU with room for both:
+    captured steps need them where they were, and take longer than a copy to make. The hook that TRL leaves then is
+    taken off too: it communicates in passes, of which each process has its own number.
+
+    DeepSpeed replaces `F.linear` in all of the process by a function with a backward pass of its own, which passes
+    without gradients do without for the time of a call: they could not run projections together.
     """
 
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
@@ -60,15 +68,16 @@ class Zero3(GatheredByParts):
 
     def parts(self) -> list[Part]:
         found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
-        for module in self.units:
+        for module in dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.units))):
             if getattr(module._parameters, "_in_forward", False):
                 raise Unsupported("it is called within a forward pass of DeepSpeed's engine")
             for name, parameter in module._parameters.items():
                 if _status(parameter):
                     found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-        if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
-            return []
-        return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
+        if any(_status(parameter) != "AVAILABLE" for parameter, _ in found.values()):
+            return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
+        parts = [self._part(*one) for one in found.values()]
+        return parts if _copies(sum(part.nbytes for part in parts), self.device) else []
 
     def _part(self, parameter: Any, names: list[tuple[nn.Module, str]]) -> Part:
         stored, group = parameter.ds_tensor, self.group
@@ -87,10 +96,23 @@ class Zero3(GatheredByParts):
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        with super().gathered(), _linear.on([Change(functional, "linear", without_gradients(functional.linear))]):
+            yield
+
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
             for hooks, key in _hooks(module):
                 swaps.take(hooks, key)
+
+
+_linear = Switch(replaces=True)
+
+
+def _copies(nbytes: int, device: torch.device) -> bool:
+    """Whether parameters that a user has gathered are copied, to half of the memory that others may take at most."""
+    return device.type == "cuda" and 2 * nbytes <= MOST_OF_FREE * free_bytes(device)
 
 
 def _status(parameter: Any) -> str | None:
