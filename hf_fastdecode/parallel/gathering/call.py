@@ -74,7 +74,7 @@ class KeptGathering:
             ValueError: Processes divide the model's parameters differently.
             PeerFailedError: Another process failed before or while parameters were gathered.
         """
-        if not _has_group() or (self.of(walk()) is None and self._kept is None):
+        if not _has_group() or (self._kept is None and self.of(walk()) is None):
             yield None
             return
         with self._turn, ExitStack() as stack:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,14 +42,8 @@ class Zero3(GatheredByParts):
 
     @classmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """Modules whose parameters are divided now, or that have hooks of ZeRO-3."""
-        if "deepspeed" not in sys.modules:
-            return ()
-        return tuple(
-            module
-            for module in modules
-            if any(_status(one) not in (None, "AVAILABLE") for one in module._parameters.values()) or _hooks(module)
-        )
+        """All modules, where parameters of one are divided now, or one has hooks of ZeRO-3."""
+        return tuple(modules) if "deepspeed" in sys.modules and any(map(_is_divided, modules)) else ()
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -64,35 +57,38 @@ class Zero3(GatheredByParts):
 
     @cached_property
     def _first(self) -> Any:
-        return next((one for module in self.units for one in module.parameters() if _status(one)), None)
+        return next((one for module in self.units for one in module._parameters.values() if _status(one)), None)
 
     def parts(self) -> list[Part]:
         found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
-        for module in dict.fromkeys(chain.from_iterable(map(nn.Module.modules, self.units))):
+        for module in self.units:
             if getattr(module._parameters, "_in_forward", False):
                 raise Unsupported("it is called within a forward pass of DeepSpeed's engine")
             for name, parameter in module._parameters.items():
                 if _status(parameter):
                     found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-        if any(_status(parameter) != "AVAILABLE" for parameter, _ in found.values()):
-            return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
-        parts = [self._part(*one) for one in found.values()]
-        return parts if _copies(sum(part.nbytes for part in parts), self.device) else []
+        if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
+            copied = _copies(sum(parameter.nbytes for parameter, _ in found.values()), self.device)
+            return [_whole(*one, stored=one[0]) for one in found.values()] if copied else []
+        if zero_init_of(self._first).quantized_weights:
+            raise Unsupported(_QUANTIZED)
+        return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
 
     def _part(self, parameter: Any, names: list[tuple[nn.Module, str]]) -> Part:
         stored, group = parameter.ds_tensor, self.group
         if parameter.ds_process_group is not group or hasattr(parameter, "comm"):
             raise Unsupported("ZeRO-3 divides its parameters between several groups of processes")
-        if hasattr(stored, "ds_quant_scale") or zero_init_of(parameter).quantized_weights:
-            raise Unsupported("ZeRO-3 quantizes its parameters to gather them")
+        if hasattr(stored, "ds_quant_scale"):
+            raise Unsupported(_QUANTIZED)
         if stored.status.name != "AVAILABLE":
             raise Unsupported("ZeRO-3 stores some of its parameters on disks")
+
+        if _status(parameter) == "AVAILABLE":
+            return _whole(parameter, names, stored)
 
         def place(whole: Tensor) -> list[Place]:
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
 
-        if _status(parameter) == "AVAILABLE":
-            return Part(lambda: parameter.data.view(-1), parameter.ds_numel, stored.dtype, place, is_whole=True)
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
@@ -107,12 +103,26 @@ class Zero3(GatheredByParts):
                 swaps.take(hooks, key)
 
 
+_QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
+
 _linear = Switch(replaces=True)
+
+
+def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
+    def place(whole: Tensor) -> list[Place]:
+        return [Place(names, whole.view(parameter.ds_shape), stored)]
+
+    return Part(lambda: parameter.data.view(-1), parameter.ds_numel, parameter.dtype, place, is_whole=True)
 
 
 def _copies(nbytes: int, device: torch.device) -> bool:
     """Whether parameters that a user has gathered are copied, to half of the memory that others may take at most."""
     return device.type == "cuda" and 2 * nbytes <= MOST_OF_FREE * free_bytes(device)
+
+
+def _is_divided(module: nn.Module) -> bool:
+    divided = any(_status(one) not in (None, "AVAILABLE") for one in module._parameters.values())
+    return divided or bool(_hooks(module))
 
 
 def _status(parameter: Any) -> str | None:
