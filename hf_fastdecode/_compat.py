@@ -273,20 +273,9 @@ def without_gradients(other: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 SET_BY_ZERO: Final = frozenset(
-    {
-        "_external_params",
-        "_original_parameters",
-        "all_parameters",
-        "applied_pre_backward_ref_cnt",
-        "ds_external_parameters",
-        "ds_grads_remaining",
-        "ds_id",
-        "ds_inflight_param_registry",
-        "ds_model_granularity",
-        "ds_recompute_parameters",
-        "post_bwd_fn",
-        "pre_bwd_fn",
-    }
+    "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt ds_external_parameters "
+    "ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity ds_recompute_parameters post_bwd_fn "
+    "pre_bwd_fn".split()
 )
 """Attributes that ZeRO-3 sets on modules (DeepSpeed 0.19), some of them in each training step; no model reads them."""
 

@@ -24,6 +24,7 @@ if os.environ["WORLD_SIZE"] == "2" and os.fork() == 0:
 deepspeed.init_distributed(dist_backend="gloo")
 """
 ROLLOUTS = """
+from contextlib import nullcontext
 from unittest import mock
 import pytest
 from trl.models.utils import add_hooks, remove_hooks
@@ -31,6 +32,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.steps.graph_capture import FusedProjections
 from hf_fastdecode.parallel.gathering import parameters, zero
 from tests.parallel.scenarios import PROMPT, draw
@@ -119,9 +121,22 @@ else:
 ONE = """
 expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
 engine = engine_of(3, stage3_param_persistence_threshold=0)
-step(engine)
 model, replaced = engine.module, torch.nn.functional.linear
+
+def baked_in(context):
+    # What captured steps rely on, in a call
+    with context, state_of(model).gathered(model):
+        return captured_state(model, [model.config])
+
 with fd.enabled(model, min_saved_tokens=1):
+    rollout(engine, expected, BYTES)
+    divided = baked_in(nullcontext())
+    step(engine)
+    assert divided == baked_in(nullcontext())
+    with mock.patch.object(zero, "_copies", return_value=True):
+        gathered = baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
+        step(engine)
+        assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
     rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
     with state_of(model).gathered(model), torch.no_grad():  # kernels run as in a model that DeepSpeed does not know
         assert str(FusedModules(model)) == str(FusedModules(tiny_model())) != ""

@@ -19,7 +19,7 @@ from ..._compat import (
 )
 from ...errors import Unsupported
 from ...hook_roles import defining_module
-from .parameters import GatheredByParts, Part, Place, Swaps
+from .parameters import Gathering, Part, Place, Swaps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +29,7 @@ _IN_PASS = "it is called within a forward or backward pass of FSDP"
 _SEVERAL_DTYPES = "modules have mixed precision of several dtypes, to which FSDP casts their inputs in passes"
 
 
-class Fsdp2(GatheredByParts):
+class Fsdp2(Gathering):
     """FSDP 2, whose groups of parameters are shards along the first dimension, padded to equal sizes.
 
     The processes' shards in order are the whole parameter, so that one collective writes each to its place. Groups
@@ -121,7 +121,7 @@ def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
     ]
 
 
-class Fsdp1(GatheredByParts):
+class Fsdp1(Gathering):
     """FSDP 1, whose wrappers around modules each have one flat parameter.
 
     In the call, the modules are in the places of their wrappers. What a user has gathered by `summon_full_params` is

@@ -39,72 +39,6 @@ MORE_MEMORY: Final = (
 """What to do where a device's memory does not hold whole parameters."""
 
 
-class Gathering(ABC):
-    """A library that divides the parameters of one model, and gathers them in each pass.
-
-    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
-    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
-    on all.
-
-    Args:
-        units: The library's objects that `find` found.
-
-    Attributes:
-        what: What is the matter with passes of the model as it is, for reports.
-        remedy: What else to do about it.
-        group: The processes between which parameters are divided; None where they cannot be gathered for a call.
-        device: Where passes run, and parameters are gathered.
-        refused: Why calls run stock while passes gather.
-    """
-
-    what: ClassVar[str]
-    remedy: ClassVar[str]
-
-    def __init__(self, units: tuple[Any, ...]):
-        self.units = units
-        self.refused = Unsupported(self.what, self.remedy)
-
-    @classmethod
-    @abstractmethod
-    def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """The library's objects that divide parameters of these modules in passes; empty where none does."""
-
-    @property
-    @abstractmethod
-    def group(self) -> ProcessGroup | None: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters that `gathered` gathers on each process, or copies; known after `reserve`."""
-
-    @property
-    @abstractmethod
-    def received(self) -> int:
-        """Those that it gathers, as many on each process."""
-
-    @abstractmethod
-    def reserve(self) -> None:
-        """Prepare the memory of a call, without communication.
-
-        Raises:
-            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
-            torch.OutOfMemoryError: Memory ran out.
-        """
-
-    @abstractmethod
-    def gathered(self) -> Any:
-        """Context in which the modules have whole parameters, and no code that gathers them; collective on entry."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the memory of a call."""
-
-
 @dataclass
 class Part:
     """Parameters that are gathered by one collective.
@@ -137,18 +71,49 @@ class Place:
     stored: Tensor
 
 
-class GatheredByParts(Gathering):
-    """A library whose parts are gathered by collectives of this package, in memory of its own.
+class Gathering(ABC):
+    """A library that divides the parameters of one model, and gathers them in each pass.
 
-    Parameters of the call are the same objects in each call, at the same addresses where memory allows (`memory`), so
-    that captured passes stay valid.
+    Its parts are gathered by collectives of this package, in memory of its own: parameters of a call are the same
+    objects in each call, at the same addresses where memory allows (`memory`), so that captured passes stay valid.
+
+    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
+    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
+    on all.
+
+    Args:
+        units: The library's objects that `find` found.
+
+    Attributes:
+        what: What is the matter with passes of the model as it is, for reports.
+        remedy: What else to do about it.
+        group: The processes between which parameters are divided; None where they cannot be gathered for a call.
+        device: Where passes run, and parameters are gathered.
+        refused: Why calls run stock while passes gather.
     """
 
+    what: ClassVar[str]
+    remedy: ClassVar[str]
+
     def __init__(self, units: tuple[Any, ...]):
-        super().__init__(units)
+        self.units = units
+        self.refused = Unsupported(self.what, self.remedy)
         self._parts: list[Part] = []
         self._memory: Memory | None = None
         self._made: list[_Whole] = []
+
+    @classmethod
+    @abstractmethod
+    def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+        """The library's objects that divide parameters of these modules in passes; empty where none does."""
+
+    @property
+    @abstractmethod
+    def group(self) -> ProcessGroup | None: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
 
     @abstractmethod
     def parts(self) -> list[Part]:
@@ -160,13 +125,21 @@ class GatheredByParts(Gathering):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole parameters that `gathered` gathers on each process, or copies; known after `reserve`."""
         return sum(part.nbytes for part in self._parts)
 
     @property
     def received(self) -> int:
+        """Those that it gathers, as many on each process."""
         return sum(part.nbytes for part in self._parts if not part.is_whole)
 
     def reserve(self) -> None:
+        """Prepare the memory of a call, without communication.
+
+        Raises:
+            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
+            torch.OutOfMemoryError: Memory ran out.
+        """
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
         with torch.inference_mode(False):  # whose tensors later calls could not write to
@@ -191,6 +164,7 @@ class GatheredByParts(Gathering):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        """Context in which the modules have whole parameters, and no code that gathers them; collective on entry."""
         swaps = Swaps()
         try:
             with torch.no_grad():
@@ -206,6 +180,7 @@ class GatheredByParts(Gathering):
             swaps.undo()
 
     def release(self) -> None:
+        """Free the memory of a call."""
         self._parts = []
         if self._memory is not None:
             self._memory.free()

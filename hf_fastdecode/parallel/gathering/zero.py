@@ -16,13 +16,13 @@ from ..._compat import without_gradients, zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
 from ...instance_methods import Change, Switch
-from .parameters import MOST_OF_FREE, GatheredByParts, Part, Place, Swaps, free_bytes
+from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Zero3(GatheredByParts):
+class Zero3(Gathering):
     """ZeRO-3, whose processes have equal parts of each flat parameter, the last of them padded.
 
     Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are copied.
