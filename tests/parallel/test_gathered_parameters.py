@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -173,16 +174,18 @@ def kept_prompts(models: Models) -> Any:
 
 @scenario
 def refused_on_one_rank(models: Models) -> Any:
-    """All run stock, in step though their prompts are of other lengths; `prefill` raises."""
+    """All run stock, in step though their prompts are of other lengths; `prefill` raises. Replicas (HSDP) do too."""
     alone, ids, seen = models.alone["llama"], prompt_of(models), []
-    model = fsdp_2(alone)
     expected = draw(alone, models.rank, ids, **SAMPLES)
-    with fd.enabled(model):
-        for error in (Unsupported("it cannot"), torch.OutOfMemoryError("4 GiB are not free")):
+    given = Unsupported("it cannot"), torch.OutOfMemoryError("4 GiB are not free")
+    for error, shape in zip(given, ((2,), (2, 1)), strict=True):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
+        with fd.enabled(model := fsdp_2(alone, mesh=mesh)):
             with patched_room(mock.Mock(side_effect=error if models.rank else None)):
                 seen.append([draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)])
                 with pytest.raises(ValueError, match="FSDP 2 divides its parameters"):
                     fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
+            seen[-1].append(draw(model, models.rank, ids, **SAMPLES) == expected and reason(model)[:6])
     return seen
 
 
@@ -310,9 +313,8 @@ def test_rollouts_are_those_of_one_process(seen):
 
 def test_all_run_stock_where_one_cannot_gather(seen):
     for where, (cannot, no_room) in zip(("on rank 1, ", ""), values(seen, "refused_on_one_rank"), strict=True):
-        assert cannot[0]
+        assert cannot[::2] == no_room[::2] == [True, "shared"]
         assert f"each pass gathers them: {where}it cannot; gather them for the call" in cannot[1]
-        assert no_room[0]
         assert f"{where}all of its parameters take 0.0 GiB, and memory ran out (4 GiB are not free); f" in no_room[1]
 
 

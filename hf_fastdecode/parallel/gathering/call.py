@@ -101,39 +101,54 @@ def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:
 
 
 def _enter(gathering: Gathering, stack: ExitStack, model: PreTrainedModel, timeout: float) -> Gathered | None:
-    """Gather on all processes of the group, or on none, with the reason in `refused`."""
+    """Gather on all processes of the group and its replicas, or on none, with the reason in `refused`.
+
+    Replicas too, since the loop of stock compares finished rows of all processes at every step.
+    """
     if (group := gathering.group) is None:
         gathering.refused = Unsupported(gathering.what, gathering.remedy)
         return None
-    watchdog = watchdog_of([group])
-    ranks = Together(group, gathering.device, watchdog, type(model).__name__)
+    groups = [group] if (replicas := gathering.replicas) is None else [group, replicas]
+    ranks = [Together(one, gathering.device, watchdog_of([one]), type(model).__name__) for one in groups]
     stack.callback(gathering.release)
     began = perf_counter()
-    with watchdog.call("a gather of parameters", timeout):
-        try:
-            with ranks.together() as offer:
-                if (refusal := _refusal(gathering)) is not None:
-                    raise refusal
-                fields = {"bytes of gathered parameters": gathering.received}
-                offer.compare(lambda: fields, "parameters are divided differently")
-        except Unsupported as error:
+    with ExitStack() as watched:
+        for those in ranks:
+            watched.enter_context(those.watchdog.call("a gather of parameters", timeout))
+        refusal = None
+        for those in ranks:
+            refusal = _agreed(those, gathering, refusal)
+        if refusal:
             gathering.release()
-            gathering.refused = Unsupported(f"{gathering.what}: {error}")
+            gathering.refused = Unsupported(f"{gathering.what}: {refusal}")
             return None
-        with watchdog.running_pass(timeout):
+        with ranks[0].watchdog.running_pass(timeout):
             stack.enter_context(gathering.gathered())
             if gathering.device.type == "cuda":
                 torch.cuda.synchronize(gathering.device)
     return Gathered(gathering.nbytes, perf_counter() - began)
 
 
-def _refusal(gathering: Gathering) -> Unsupported | None:
-    """Reserve the memory of a call; returns why it cannot be had, with the remedy, which other processes repeat."""
+def _agreed(ranks: Together, gathering: Gathering, refusal: str | None) -> str:
+    """This process's refusal, which is asked for where it is None, or that of another one."""
+    try:
+        with ranks.together() as offer:
+            if refusal := _refusal(gathering) if refusal is None else refusal:
+                raise Unsupported(refusal)
+            fields = {"bytes of gathered parameters": gathering.received}
+            offer.compare(lambda: fields, "parameters are divided differently")
+    except Unsupported as error:
+        return str(error)
+    return ""
+
+
+def _refusal(gathering: Gathering) -> str:
+    """Reserve the memory of a call; returns why it cannot be had, with the remedy, or an empty string."""
     try:
         gathering.reserve()
     except Unsupported as error:
-        return error if error.remedy else Unsupported(error.what, gathering.remedy)
+        return str(error if error.remedy else Unsupported(error.what, gathering.remedy))
     except torch.OutOfMemoryError as error:
         needed = f"all of its parameters take {gathering.nbytes / 2**30:.1f} GiB"
-        return Unsupported(f"{needed}, and memory ran out ({one_line(error)})", MORE_MEMORY)
-    return None
+        return f"{needed}, and memory ran out ({one_line(error)}); {MORE_MEMORY}"
+    return ""

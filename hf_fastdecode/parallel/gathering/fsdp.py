@@ -63,6 +63,11 @@ class Fsdp2(Gathering):
         found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "shard_process_group", None)
         return found
 
+    @cached_property
+    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
+        found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "replicate_process_group", None)
+        return found
+
     @property
     def device(self) -> torch.device:
         found: torch.device = self._groups[0].device
@@ -159,6 +164,10 @@ class Fsdp1(Gathering):
     @property
     def group(self) -> ProcessGroup | None:
         return next((handle.process_group for handle in self._handles), None)
+
+    @cached_property
+    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
+        return next((getattr(one, "_inter_node_pg", None) for _, _, one in self.units if one is not None), None)
 
     @property
     def device(self) -> torch.device:

@@ -88,12 +88,14 @@ class Gathering(ABC):
         what: What is the matter with passes of the model as it is, for reports.
         remedy: What else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
+        replicas: The processes of other groups that have the same parts, if there are any (HSDP).
         device: Where passes run, and parameters are gathered.
         refused: Why calls run stock while passes gather.
     """
 
     what: ClassVar[str]
     remedy: ClassVar[str]
+    replicas: ProcessGroup | None = None
 
     def __init__(self, units: tuple[Any, ...]):
         self.units = units
