@@ -131,6 +131,7 @@ def main(
         row |= {"gather_s": gathers[-1], "most_bytes": most[0], "bytes_before": before}
         if call is not None and state is not None:
             row |= {"ran": call.mode, "why": call.mode_reason, "captures": state.captures.made}
+            row["fused"] = call.fused
             row["gathered_bytes"] = 0 if call.gathered is None else call.gathered[0]
         of_all: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(of_all, row)
