@@ -257,6 +257,29 @@ def zero_init_of(parameter: Any) -> Any:
     return inspect.getclosurevars(parameter.all_gather).nonlocals["self"]
 
 
+LINEAR: Final[Callable[..., Tensor]] = torch._C._nn.linear
+"""`F.linear`, also where a library replaces that name (DeepSpeed's ZeRO-3)."""
+
+
+def without_gradients(other: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`F.linear` of passes without gradients; with them, another function in its place."""
+    if other is LINEAR:
+        return LINEAR
+
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        return (other if torch.is_grad_enabled() else LINEAR)(*args, **kwargs)
+
+    return linear
+
+
+SET_BY_ZERO: Final = frozenset(
+    "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt ds_external_parameters "
+    "ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity ds_recompute_parameters post_bwd_fn "
+    "pre_bwd_fn".split()
+)
+"""Attributes that ZeRO-3 sets on modules (DeepSpeed 0.19), some of them in each training step; no model reads them."""
+
+
 def all_gather_vectors(whole: Tensor, part: Tensor, group: Any) -> None:
     """Write the parts of all processes of a group, in order, to a vector; inline it when torch 2.13 is the oldest."""
     gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor

@@ -266,7 +266,7 @@ class ActiveCall:
     inputs: GivenInputs | None = None
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
-    gathered: tuple[int, float, str] | None = field(default=None, init=False)
+    gathered: tuple[int, float] | None = field(default=None, init=False)
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     @property

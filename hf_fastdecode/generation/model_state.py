@@ -72,7 +72,7 @@ class ModelState:
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
 
-    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float, str] | None]:
+    def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float] | None]:
         """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""
         return self.structure.gathered(model, self.options)
 

@@ -92,8 +92,8 @@ class CallReport:
         input_bytes: Bytes of their keys and values in all layers.
         stock_input_bytes: Bytes of one input's in transformers' cache, which holds them once per row.
         parallel: How several processes computed a shared call; None otherwise.
-        gathered: Bytes of whole parameters that were gathered for the call (FSDP, ZeRO-3), the seconds that took, and
-            why each pass gathered them instead, or an empty string; None where no processes divide them.
+        gathered: Bytes of whole parameters that were gathered for the call (FSDP, ZeRO-3), and the seconds that
+            took; None where none were.
         inner: The reports of the calls that the model's own `generate` made, if it made several, such as Whisper's for
             segments and temperatures; see `of_inner`.
     """
@@ -135,7 +135,7 @@ class CallReport:
     input_bytes: int = 0
     stock_input_bytes: int = 0
     parallel: ParallelReport | None = None
-    gathered: tuple[int, float, str] | None = None
+    gathered: tuple[int, float] | None = None
     inner: tuple[CallReport, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,10 +213,9 @@ class CallReport:
 
     def lines(self) -> list[str]:
         lines = [f"last generate call: {self.path} ({self.reason})", *_inner_lines(self.inner)]
-        nbytes, seconds, in_passes = self.gathered or (0, 0.0, "")
-        if nbytes or in_passes:  # else there is nothing to gather, or a user has done so
-            how = f"in each pass: {in_passes}" if in_passes else f"{nbytes:,} bytes in {seconds:.3f} s"
-            lines.append(f"  parameters gathered: {how}")
+        nbytes, seconds = self.gathered or (0, 0.0)
+        if nbytes:  # else there is nothing to gather, or a user has done so
+            lines.append(f"  parameters gathered: {nbytes:,} bytes in {seconds:.3f} s")
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes

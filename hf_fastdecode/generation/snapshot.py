@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, global_forward_hooks, stored_parts
+from .._compat import ATTENTION_FIELD, EXPERTS_FIELD, SET_BY_ZERO, global_forward_hooks, stored_parts
 from ..attention.overrides import autocast_dtype
 from ..instance_methods import STATE_ATTRIBUTE
 from .forward_pass import input_device
@@ -228,7 +228,7 @@ def _names(walk: ModelWalk) -> tuple[str, ...]:
 @lru_cache(maxsize=1024)
 def _public(names: tuple[str, ...]) -> tuple[str, ...]:
     """The names that are not private: a quarter of a module's, the same for most modules of a class."""
-    return tuple(name for name in names if name[:1] != "_")
+    return tuple(name for name in names if name[:1] != "_" and name not in SET_BY_ZERO)
 
 
 def forward_of(kind: type[nn.Module]) -> Hashable:

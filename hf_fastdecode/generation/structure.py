@@ -228,9 +228,7 @@ class KeptStructure:
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptStructure:
         return KeptStructure()  # a copy of the model has other modules
 
-    def gathered(
-        self, model: PreTrainedModel, options: Options
-    ) -> AbstractContextManager[tuple[int, float, str] | None]:
+    def gathered(self, model: PreTrainedModel, options: Options) -> AbstractContextManager[tuple[int, float] | None]:
         return self.gathering.call(model, partial(modules_of, model), options.peer_timeout)
 
     def of(self, model: PreTrainedModel, options: Options) -> Structure:

@@ -197,7 +197,7 @@ def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:
 def check_processes(structure: Structure) -> None:
     """Raise `Unsupported` where passes gather parameters from several processes, or where several processes compute a
     model whose layers have states, or an encoder."""
-    if (gathering := structure.gathering) is not None and gathering.refused is not None:
+    if (gathering := structure.gathering) is not None:
         raise gathering.refused
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
     if structure.layout.beyond_tokens and not structure.alone:

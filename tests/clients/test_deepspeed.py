@@ -24,12 +24,17 @@ if os.environ["WORLD_SIZE"] == "2" and os.fork() == 0:
 deepspeed.init_distributed(dist_backend="gloo")
 """
 ROLLOUTS = """
+from contextlib import nullcontext
 from unittest import mock
 import pytest
 from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
-from hf_fastdecode.parallel.gathering import parameters
-from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
+from hf_fastdecode.errors import Unsupported
+from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.snapshot import captured_state
+from hf_fastdecode.generation.steps.graph_capture import FusedProjections
+from hf_fastdecode.parallel.gathering import parameters, zero
 from tests.parallel.scenarios import PROMPT, draw
 from tests.parallel.test_gathered_parameters import SAMPLES, Raising, place
 from tests.tiny_models import tiny_model
@@ -82,6 +87,8 @@ for threshold in (0, 100):  # below which parameters stay gathered
             rollout(engine, expected, 0)  # with hooks
             remove_hooks(engine)  # as TRL does, all but one
             rollout(engine, expected, 0)
+            with mock.patch.object(zero, "_copies", return_value=True):  # as on a GPU
+                rollout(engine, expected, BYTES)
             add_hooks(engine)
         rollout(engine, expected, BYTES)  # of other tensors than the last
         rollout(engine, expected, BYTES)
@@ -99,10 +106,10 @@ for threshold in (0, 100):  # below which parameters stay gathered
         assert changed != expected
         rollout(engine, changed, BYTES)
         assert fd.explain(engine).last_call.known_tokens in (None, (0,))
-    short = mock.Mock(side_effect=DoesNotFit("memory is short") if RANK else None)
+    short = mock.Mock(side_effect=Unsupported("memory is short") if RANK else None)
     with fd.enabled(engine, min_saved_tokens=1), mock.patch.object(parameters, "_check_room", short):
         assert draw(engine.module, RANK, IDS, **SAMPLES) == changed
-        assert fd.explain(engine).last_call.gathered.in_passes
+        assert "memory is short" in fd.explain(engine).last_call.reason
         step(engine)
         step(twin)
         assert all(map(torch.equal, whole(engine).parameters(), whole(twin).parameters()))
@@ -114,8 +121,30 @@ else:
 ONE = """
 expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
 engine = engine_of(3, stage3_param_persistence_threshold=0)
-with fd.enabled(engine, min_saved_tokens=1):
+model, replaced = engine.module, torch.nn.functional.linear
+
+def baked_in(context):
+    # What captured steps rely on, in a call
+    with context, state_of(model).gathered(model):
+        return captured_state(model, [model.config])
+
+with fd.enabled(model, min_saved_tokens=1):
     rollout(engine, expected, BYTES)
+    divided = baked_in(nullcontext())
+    step(engine)
+    assert divided == baked_in(nullcontext())
+    with mock.patch.object(zero, "_copies", return_value=True):
+        gathered = baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
+        step(engine)
+        assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
+    rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
+    with state_of(model).gathered(model), torch.no_grad():  # kernels run as in a model that DeepSpeed does not know
+        assert str(FusedModules(model)) == str(FusedModules(tiny_model())) != ""
+        projections = FusedProjections(model)
+        with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
+            model(input_ids=IDS)
+        assert products.call_count == 2 * 4 + 1, products.call_count
+assert torch.nn.functional.linear is replaced is not torch._C._nn.linear
 """
 
 STEPS = """

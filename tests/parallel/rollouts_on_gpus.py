@@ -28,10 +28,9 @@ from hf_fastdecode.files import write_rows
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.shapes import random_model
-from hf_fastdecode.parallel.gathering import parameters
 
-_WAYS = ("ddp", "gathered", "layers", "stock")
-"""Whole weights on each GPU and FSDP 2, enabled; the latter as where memory does not hold whole parameters; stock."""
+_WAYS = ("ddp", "gathered", "stock")
+"""Whole weights on each GPU and FSDP 2, enabled; FSDP 2, stock."""
 
 _OF_ZERO = ("zero3", "zero3-gathered", "zero3-stock")
 """ZeRO-3, enabled, and while TRL has gathered parameters; stock. With DeepSpeed, and TRL, in PYTHONPATH."""
@@ -102,7 +101,6 @@ def main(
         torch.cuda.set_device(here)
     distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     rows: list[dict[str, Any]] = []
-    whole_share = parameters.MOST_OF_FREE
     for name in way or _WAYS:
         model = random_model(shape, here, torch.bfloat16)
         ready, stock = divided(model, name), name.endswith("stock")
@@ -111,7 +109,6 @@ def main(
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        parameters.MOST_OF_FREE = 0.0 if name == "layers" else whole_share
         torch.manual_seed(rank)
         ids = torch.randint(3, model.config.vocab_size, (prompts, length - 7 * rank), device=here)
         given = {"do_sample": True, "top_k": 0, "num_return_sequences": samples, "synced_gpus": stock}
@@ -134,6 +131,7 @@ def main(
         row |= {"gather_s": gathers[-1], "most_bytes": most[0], "bytes_before": before}
         if call is not None and state is not None:
             row |= {"ran": call.mode, "why": call.mode_reason, "captures": state.captures.made}
+            row["fused"] = call.fused
             row["gathered_bytes"] = 0 if call.gathered is None else call.gathered[0]
         of_all: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(of_all, row)

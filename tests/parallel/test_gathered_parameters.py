@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -22,18 +23,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel, StoppingCriteria
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.parallel.gathering import parameters
-from hf_fastdecode.parallel.gathering.call import _may_step
-from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 
 from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights, values
 
 SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
 HALF = torch.bfloat16
@@ -174,38 +173,20 @@ def kept_prompts(models: Models) -> Any:
 
 
 @scenario
-def layer_by_layer(models: Models) -> Any:
-    """Memory is short on one rank: passes of all gather, as many on each whatever prompts, chunks and ends it has."""
-    alone, ids = models.alone["llama"], prompt_of(models)
-    model, seen = fsdp_2(alone), []
-    short = mock.Mock(side_effect=DoesNotFit("memory is short") if models.rank else None)
-    with fd.enabled(model, max_prefill_tokens=30 if models.rank else 1000), patched_room(short):
-        seen.append(draw(model, models.rank, ids, **SAMPLES) == draw(alone, models.rank, ids, **SAMPLES))
-        seen.append((fd.explain(model).last_call.path, *fd.explain(model).last_call.gathered))
-        cache = fd.prefill(model, [ids[0, row:-1] for row in range(1 + 3 * models.rank)])
-        seen.append(draw(model, 0, ids, **GREEDY, **{CACHE: cache}) == draw(alone, 0, ids, **GREEDY))
-        if models.rank:
-            with pytest.raises(RuntimeError, match="in a reward"):
-                draw(model, 0, ids, stopping_criteria=[Raising(RuntimeError("in a reward"))], **SAMPLES)
-        else:
-            draw(model, 0, ids, **SAMPLES)
-        fd.enable(model, min_saved_tokens=1 if models.rank else 10_000)
-        seen.append(draw(model, 0, ids, **SAMPLES) == draw(alone, 0, ids, **SAMPLES))
-        seen.append(fd.explain(model).last_call.path)
-    return seen
-
-
-@scenario
 def refused_on_one_rank(models: Models) -> Any:
-    """All run stock, in step though their prompts are of other lengths; `prefill` raises."""
-    alone, ids = models.alone["llama"], prompt_of(models)
-    model = fsdp_2(alone)
+    """All run stock, in step though their prompts are of other lengths; `prefill` raises. Replicas (HSDP) do too."""
+    alone, ids, seen = models.alone["llama"], prompt_of(models), []
     expected = draw(alone, models.rank, ids, **SAMPLES)
-    with fd.enabled(model), patched_room(mock.Mock(side_effect=Unsupported("it cannot") if models.rank else None)):
-        same, why = draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)
-        with pytest.raises(ValueError, match="it cannot"):
-            fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
-        return [same, why]
+    given = Unsupported("it cannot"), torch.OutOfMemoryError("4 GiB are not free")
+    for error, shape in zip(given, ((2,), (2, 1)), strict=True):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
+        with fd.enabled(model := fsdp_2(alone, mesh=mesh)):
+            with patched_room(mock.Mock(side_effect=error if models.rank else None)):
+                seen.append([draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)])
+                with pytest.raises(ValueError, match="FSDP 2 divides its parameters"):
+                    fd.prefill(model, [PROMPT[0, row:] for row in range(1 + 3 * models.rank)])
+            seen[-1].append(draw(model, models.rank, ids, **SAMPLES) == expected and reason(model)[:6])
+    return seen
 
 
 def patched_room(check: mock.Mock) -> Any:
@@ -251,9 +232,9 @@ def settings_of_fsdp_2(models: Models) -> Any:
     return seen
 
 
-@sees([[True, "shared", True, True]] * 5)
+@sees([[True, "shared", True, True]] * 4)
 def fsdp_1_around_layers(models: Models) -> Any:
-    """Flat parameters with and without the original ones, where memory is short, and those that a user gathers."""
+    """Flat parameters with and without the original ones, and those that a user gathers."""
     alone, ids, seen = models.alone["llama"], prompt_of(models), []
     given: list[dict[str, Any]] = [{"use_orig_params": one} for one in (True, False)]
     expected = draw(alone, 0, ids, **SAMPLES)
@@ -264,9 +245,6 @@ def fsdp_1_around_layers(models: Models) -> Any:
             found = draw(model, 0, ids, **SAMPLES)
             seen.append([found == expected, fd.explain(model).last_call.path, place(model) == before])
         seen[-1].append(all(map(torch.equal, step(model, models), step(twin, models))))
-    with fd.enabled(model := fsdp_1(alone)), patched_room(mock.Mock(side_effect=DoesNotFit("short"))):
-        found = draw(model, 0, ids, **SAMPLES)
-        seen.append([found == expected, fd.explain(model).last_call.path, True, True])
     with fd.enabled(model := fsdp_1(alone)), FullyShardedDataParallel.summon_full_params(model, writeback=False):
         found = draw(model, 0, ids, **SAMPLES)
         seen.append([found == expected, fd.explain(model).last_call.path, True, True])
@@ -327,34 +305,26 @@ def generate_as_a_forward_pass_of_fsdp_2(models: Models) -> Any:
     return seen
 
 
-@pytest.mark.parametrize(("kind", "may"), [("qwen3", True), ("mpt", True), ("csm", False), ("chameleon", False)])
-def test_all_layers_run_in_a_pass_over_one_token(kind, may):
-    """Not in models of which `generate` calls further parts, such as the second decoder of CSM."""
-    model = mock.Mock(config=AutoConfig.for_model(kind), **{"parameters.return_value": []})
-    assert _may_step(model, mock.Mock(by_module=False)) == may
-
-
 def test_rollouts_are_those_of_one_process(seen):
     values_of = [one.value for one in seen["rollouts"]]
     assert [one.error for one in seen["rollouts"]] == ["", ""], seen["rollouts"][0].trace
     assert values_of == [[[[True, path, True, True]], []] for path in ("stock", "shared")]
 
 
-def test_passes_of_all_gather_where_memory_of_one_is_short(seen):
-    own = [one.value for one in seen["layer_by_layer"]]
-    assert [one.error for one in seen["layer_by_layer"]] == ["", ""], seen["layer_by_layer"][0].trace
-    assert [one[0] for one in own] == [one[2] for one in own] == [one[3] for one in own] == [True, True]
-    assert own[0][1] == ["shared", 0, 0.0, "on rank 1, memory does not hold all of its parameters"]
-    assert own[1][1] == ["shared", 0, 0.0, "on rank 1, memory is short"]
-    assert [one[4] for one in own] == ["stock", "shared"]
-
-
 def test_all_run_stock_where_one_cannot_gather(seen):
-    (same, why), (other_same, other_why) = (one.value for one in seen["refused_on_one_rank"])
-    assert same
-    assert other_same
-    assert "on rank 1, it cannot" in why
-    assert "it cannot" in other_why
+    for where, (cannot, no_room) in zip(("on rank 1, ", ""), values(seen, "refused_on_one_rank"), strict=True):
+        assert cannot[::2] == no_room[::2] == [True, "shared"]
+        assert f"each pass gathers them: {where}it cannot; gather them for the call" in cannot[1]
+        assert f"{where}all of its parameters take 0.0 GiB, and memory ran out (4 GiB are not free); f" in no_room[1]
+
+
+def test_memory_that_does_not_hold_whole_parameters():
+    device, gib = torch.device("cuda", 1), 2**30
+    found = {"memory_reserved": 3 * gib, "memory_allocated": gib, "mem_get_info": (8 * gib,)}
+    with mock.patch.multiple(torch.cuda, **{name: mock.Mock(return_value=one) for name, one in found.items()}):
+        parameters._check_room(8 * gib, device)
+        with pytest.raises(Unsupported, match=r"take 8\.1 GiB, more than 80% of the 10\.0 GiB .* cuda:1; free some"):
+            parameters._check_room(8 * gib + gib // 10, device)
 
 
 test_what_processes_see = sights(__name__)

@@ -22,8 +22,6 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.stopping import Decisions
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.parallel import watchdog
-from hf_fastdecode.parallel.gathering import parameters
-from hf_fastdecode.parallel.gathering.parameters import DoesNotFit
 from hf_fastdecode.parallel.watchdog import Event, Heartbeat, difference
 
 from ..workers import made_once
@@ -133,25 +131,6 @@ def is_killed_before_a_gather(calls: Calls) -> None:
         calls.make(lambda: generate(calls))
 
 
-@scenario()
-def runs_out_of_memory_where_passes_gather(calls: Calls) -> None:
-    """Rank 1, in the first layer of a pass: it would go on with fewer rows, while the other waits in the second."""
-    model = LlamaForCausalLM(copy.deepcopy(calls.model.config)).eval()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    calls.model = fd.enable(fully_shard(model), peer_timeout=TIMEOUT)
-
-    def fail() -> None:
-        if calls.rank:
-            raise torch.OutOfMemoryError("no memory")
-
-    with (
-        mock.patch.object(parameters, "_check_room", side_effect=DoesNotFit("memory is short")),
-        at_nth(PASSES - 1, functional, "silu", fail),
-    ):
-        calls.make(lambda: generate(calls))
-
-
 @scenario(victim=0)
 def first_is_killed(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
@@ -226,12 +205,6 @@ def test_an_error_within_a_pass_ends_the_call_of_the_others(seen):
     failed(next_call, 1, "KeyError: 'no layer'", TIMEOUT)  # waits for the other's heartbeat
     refused(prefill, 1, "KeyError: 'no layer'")
     assert seen["raises_in_a_pass"][0][-1].value == seen["raises_in_a_pass"][1][-1].value == []
-
-
-def test_memory_that_runs_out_within_a_pass_that_gathers_ends_the_calls_of_all(seen):
-    (waited,), (own,) = (seen["runs_out_of_memory_where_passes_gather"][rank] for rank in (0, 1))
-    assert own.error.startswith("PassFailedError: ")
-    failed(waited, 1, "PassFailedError: ", TIMEOUT + 3)
 
 
 def test_an_error_of_one_process_before_they_compare_their_calls(seen):

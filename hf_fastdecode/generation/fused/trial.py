@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..._compat import setting, uncompiled_call
+from ..._compat import SET_BY_ZERO, setting, uncompiled_call
 from ...kernels.failures import KernelFailedError
 from ..interception.switches import own_method
 from ..snapshot import attributes
@@ -28,7 +28,7 @@ from ..snapshot import attributes
 Form = TypeVar("Form")
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_is_hf_initialized"}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_is_hf_initialized"} | SET_BY_ZERO
 """Attributes that are no settings."""
 
 _OF_A_LAYER = frozenset({"layer_idx", "layer_id"})

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ..._compat import free_cublas_workspaces, tensor_version
+from ..._compat import LINEAR, free_cublas_workspaces, tensor_version
 from ...attention.overrides import RowLengths
 from ...instance_methods import is_linear
 from ...kernels.ahead import compiled_ahead
@@ -303,7 +303,7 @@ class FusedProjections(TorchFunctionMode):
         self._here.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and not kwargs and not torch.compiler.is_compiling():
+        if func is LINEAR and not kwargs and not torch.compiler.is_compiling():
             inputs, weight, bias = args if len(args) > 2 else (*args, None)
             group, part = self._parts.get(id(weight), (None, 0))
             if group is not None and bias is group.biases[part]:  # modules that share a weight may not share it

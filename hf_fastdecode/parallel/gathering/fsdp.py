@@ -19,7 +19,7 @@ from ..._compat import (
 )
 from ...errors import Unsupported
 from ...hook_roles import defining_module
-from .parameters import GatheredByParts, Part, Place, Swaps
+from .parameters import Gathering, Part, Place, Swaps
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,7 +29,7 @@ _IN_PASS = "it is called within a forward or backward pass of FSDP"
 _SEVERAL_DTYPES = "modules have mixed precision of several dtypes, to which FSDP casts their inputs in passes"
 
 
-class Fsdp2(GatheredByParts):
+class Fsdp2(Gathering):
     """FSDP 2, whose groups of parameters are shards along the first dimension, padded to equal sizes.
 
     The processes' shards in order are the whole parameter, so that one collective writes each to its place. Groups
@@ -61,6 +61,11 @@ class Fsdp2(GatheredByParts):
     @property
     def group(self) -> ProcessGroup | None:
         found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "shard_process_group", None)
+        return found
+
+    @cached_property
+    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
+        found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "replicate_process_group", None)
         return found
 
     @property
@@ -121,7 +126,7 @@ def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
     ]
 
 
-class Fsdp1(GatheredByParts):
+class Fsdp1(Gathering):
     """FSDP 1, whose wrappers around modules each have one flat parameter.
 
     In the call, the modules are in the places of their wrappers. What a user has gathered by `summon_full_params` is
@@ -159,6 +164,10 @@ class Fsdp1(GatheredByParts):
     @property
     def group(self) -> ProcessGroup | None:
         return next((handle.process_group for handle in self._handles), None)
+
+    @cached_property
+    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
+        return next((getattr(one, "_inter_node_pg", None) for _, _, one in self.units if one is not None), None)
 
     @property
     def device(self) -> torch.device:

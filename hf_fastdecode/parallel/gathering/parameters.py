@@ -32,74 +32,11 @@ _ALIGNMENT: Final = 512
 MOST_OF_FREE: Final = 0.8
 """Share of a device's free memory that gathered parameters may take; keys and values need the rest."""
 
-
-class DoesNotFit(Unsupported):
-    """A device's memory does not hold the whole parameters."""
-
-
-class Gathering(ABC):
-    """A library that divides the parameters of one model, and gathers them in each pass.
-
-    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
-    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
-    on all.
-
-    Args:
-        units: The library's objects that `find` found.
-
-    Attributes:
-        by_module: Whether passes gather a module's own parameters as it is called: code that reads those of another
-            module finds none.
-        what: What is the matter with passes of the model as it is, for reports.
-        remedy: What else to do about it.
-        group: The processes between which parameters are divided; None where they cannot be gathered for a call.
-        device: Where passes run, and parameters are gathered.
-        refused: Why calls run stock while passes gather; None in one whose passes may.
-    """
-
-    by_module: ClassVar[bool] = False
-    what: ClassVar[str]
-    remedy: ClassVar[str]
-
-    def __init__(self, units: tuple[Any, ...]):
-        self.units = units
-        self.refused: Unsupported | None = Unsupported(self.what, self.remedy)
-
-    @classmethod
-    @abstractmethod
-    def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """The library's objects that divide parameters of these modules in passes; empty where none does."""
-
-    @property
-    @abstractmethod
-    def group(self) -> ProcessGroup | None: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the whole parameters that `gathered` gathers on each process; known after `reserve`."""
-
-    @abstractmethod
-    def reserve(self) -> None:
-        """Prepare the memory of a call, without communication.
-
-        Raises:
-            DoesNotFit: Memory does not hold them.
-            Unsupported: Parameters cannot be gathered as they are divided.
-            torch.OutOfMemoryError: Memory ran out.
-        """
-
-    @abstractmethod
-    def gathered(self) -> Any:
-        """Context in which the modules have whole parameters, and no code that gathers them; collective on entry."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the memory of a call."""
+MORE_MEMORY: Final = (
+    "free some (optimizer states on the CPU, more GPUs, passes in half precision), or sample with a copy of the model "
+    "on another GPU"
+)
+"""What to do where a device's memory does not hold whole parameters."""
 
 
 @dataclass
@@ -134,18 +71,51 @@ class Place:
     stored: Tensor
 
 
-class GatheredByParts(Gathering):
-    """A library whose parts are gathered by collectives of this package, in memory of its own.
+class Gathering(ABC):
+    """A library that divides the parameters of one model, and gathers them in each pass.
 
-    Parameters of the call are the same objects in each call, at the same addresses where memory allows (`memory`), so
-    that captured passes stay valid.
+    Its parts are gathered by collectives of this package, in memory of its own: parameters of a call are the same
+    objects in each call, at the same addresses where memory allows (`memory`), so that captured passes stay valid.
+
+    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
+    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
+    on all.
+
+    Args:
+        units: The library's objects that `find` found.
+
+    Attributes:
+        what: What is the matter with passes of the model as it is, for reports.
+        remedy: What else to do about it.
+        group: The processes between which parameters are divided; None where they cannot be gathered for a call.
+        replicas: The processes of other groups that have the same parts, if there are any (HSDP).
+        device: Where passes run, and parameters are gathered.
+        refused: Why calls run stock while passes gather.
     """
 
+    what: ClassVar[str]
+    remedy: ClassVar[str]
+    replicas: ProcessGroup | None = None
+
     def __init__(self, units: tuple[Any, ...]):
-        super().__init__(units)
+        self.units = units
+        self.refused = Unsupported(self.what, self.remedy)
         self._parts: list[Part] = []
         self._memory: Memory | None = None
         self._made: list[_Whole] = []
+
+    @classmethod
+    @abstractmethod
+    def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+        """The library's objects that divide parameters of these modules in passes; empty where none does."""
+
+    @property
+    @abstractmethod
+    def group(self) -> ProcessGroup | None: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
 
     @abstractmethod
     def parts(self) -> list[Part]:
@@ -157,9 +127,21 @@ class GatheredByParts(Gathering):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole parameters that `gathered` gathers on each process, or copies; known after `reserve`."""
         return sum(part.nbytes for part in self._parts)
 
+    @property
+    def received(self) -> int:
+        """Those that it gathers, as many on each process."""
+        return sum(part.nbytes for part in self._parts if not part.is_whole)
+
     def reserve(self) -> None:
+        """Prepare the memory of a call, without communication.
+
+        Raises:
+            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
+            torch.OutOfMemoryError: Memory ran out.
+        """
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
         with torch.inference_mode(False):  # whose tensors later calls could not write to
@@ -184,6 +166,7 @@ class GatheredByParts(Gathering):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        """Context in which the modules have whole parameters, and no code that gathers them; collective on entry."""
         swaps = Swaps()
         try:
             with torch.no_grad():
@@ -199,6 +182,7 @@ class GatheredByParts(Gathering):
             swaps.undo()
 
     def release(self) -> None:
+        """Free the memory of a call."""
         self._parts = []
         if self._memory is not None:
             self._memory.free()
@@ -224,16 +208,19 @@ class _Whole:
                     swaps.put(vars(module), name, parameter)
 
 
-def _check_room(nbytes: int, device: torch.device) -> None:
-    """Raise `DoesNotFit` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
-    if device.type != "cuda":
-        return
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what PyTorch's allocator keeps."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + cached
-    if nbytes > MOST_OF_FREE * free:
-        raise DoesNotFit(
+    return torch.cuda.mem_get_info(device)[0] + cached
+
+
+def _check_room(nbytes: int, device: torch.device) -> None:
+    """Raise `Unsupported` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
+    if device.type == "cuda" and nbytes > MOST_OF_FREE * (free := free_bytes(device)):
+        raise Unsupported(
             f"all of its parameters take {nbytes / 2**30:.1f} GiB, more than {MOST_OF_FREE:.0%} of the "
-            f"{free / 2**30:.1f} GiB that are free on {device}"
+            f"{free / 2**30:.1f} GiB that are free on {device}",
+            MORE_MEMORY,
         )
 
 

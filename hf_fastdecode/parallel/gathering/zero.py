@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from ..._compat import zero_init_of
+from ..._compat import without_gradients, zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import GatheredByParts, Part, Place, Swaps
+from ...instance_methods import Change, Switch
+from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Zero3(GatheredByParts):
+class Zero3(Gathering):
     """ZeRO-3, whose processes have equal parts of each flat parameter, the last of them padded.
 
     Small parameters stay gathered between passes (`ds_persist`), in other memory after each update; they are copied.
-    Where a user has gathered all, as TRL does, they are left as they are. The hook that TRL leaves then is taken off
-    too: it communicates in passes, of which each process has its own number.
+    So are all of them where a user has gathered them, as TRL does for each rollout, on a GPU with room for both:
+    captured steps need them where they were, and take longer than a copy to make. The hook that TRL leaves then is
+    taken off too: it communicates in passes, of which each process has its own number.
+
+    DeepSpeed replaces `F.linear` in all of the process by a function with a backward pass of its own, which passes
+    without gradients do without for the time of a call: they could not run projections together.
     """
 
-    by_module = True
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
     remedy = (
         "gather them for the call with deepspeed.zero.GatheredParameters, as TRL does by default "
@@ -36,14 +42,8 @@ class Zero3(GatheredByParts):
 
     @classmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
-        """Modules whose parameters are divided now, or that have hooks of ZeRO-3."""
-        if "deepspeed" not in sys.modules:
-            return ()
-        return tuple(
-            module
-            for module in modules
-            if any(_status(one) not in (None, "AVAILABLE") for one in module._parameters.values()) or _hooks(module)
-        )
+        """All modules, where parameters of one are divided now, or one has hooks of ZeRO-3."""
+        return tuple(modules) if "deepspeed" in sys.modules and any(map(_is_divided, modules)) else ()
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -57,7 +57,7 @@ class Zero3(GatheredByParts):
 
     @cached_property
     def _first(self) -> Any:
-        return next((one for module in self.units for one in module.parameters() if _status(one)), None)
+        return next((one for module in self.units for one in module._parameters.values() if _status(one)), None)
 
     def parts(self) -> list[Part]:
         found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
@@ -68,30 +68,66 @@ class Zero3(GatheredByParts):
                 if _status(parameter):
                     found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
-            return []
+            copied = _copies(sum(parameter.nbytes for parameter, _ in found.values()), self.device)
+            return [_whole(*one, stored=one[0]) for one in found.values()] if copied else []
+        if zero_init_of(self._first).quantized_weights:
+            raise Unsupported(_QUANTIZED)
         return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
 
     def _part(self, parameter: Any, names: list[tuple[nn.Module, str]]) -> Part:
         stored, group = parameter.ds_tensor, self.group
         if parameter.ds_process_group is not group or hasattr(parameter, "comm"):
             raise Unsupported("ZeRO-3 divides its parameters between several groups of processes")
-        if hasattr(stored, "ds_quant_scale") or zero_init_of(parameter).quantized_weights:
-            raise Unsupported("ZeRO-3 quantizes its parameters to gather them")
+        if hasattr(stored, "ds_quant_scale"):
+            raise Unsupported(_QUANTIZED)
         if stored.status.name != "AVAILABLE":
             raise Unsupported("ZeRO-3 stores some of its parameters on disks")
+
+        if _status(parameter) == "AVAILABLE":
+            return _whole(parameter, names, stored)
 
         def place(whole: Tensor) -> list[Place]:
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
 
-        if _status(parameter) == "AVAILABLE":
-            return Part(lambda: parameter.data.view(-1), parameter.ds_numel, stored.dtype, place, is_whole=True)
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        with super().gathered(), _linear.on([Change(functional, "linear", without_gradients(functional.linear))]):
+            yield
 
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
             for hooks, key in _hooks(module):
                 swaps.take(hooks, key)
+
+
+_QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
+
+_linear = Switch(replaces=True)
+
+
+def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
+    def place(whole: Tensor) -> list[Place]:
+        return [Place(names, whole.view(parameter.ds_shape), stored)]
+
+    return Part(lambda: parameter.data.view(-1), parameter.ds_numel, parameter.dtype, place, is_whole=True)
+
+
+def _copies(nbytes: int, device: torch.device) -> bool:
+    """Whether parameters that a user has gathered are copied, to half of the memory that others may take at most."""
+    return device.type == "cuda" and 2 * nbytes <= MOST_OF_FREE * free_bytes(device)
+
+
+_WHOLE = frozenset({None, "AVAILABLE"})
+
+
+def _is_divided(module: nn.Module) -> bool:
+    own = module.__dict__  # of attributes, this takes three times as long
+    if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(module):
+        return True
+    return not _WHOLE.issuperset(map(_status, own["_parameters"].values()))
 
 
 def _status(parameter: Any) -> str | None:
