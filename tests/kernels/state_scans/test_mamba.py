@@ -49,7 +49,7 @@ SMALL = (
     Case((70,), width=40, size=128),
 )
 LARGE = (
-    Case((4096,), 8, 128, 64, 128),
+    Case((2048,), 2, 32, 64, 128),
     Case((1, 63, 64, 65, 8191), 2, 4, 128, 256, rate=1e-3, resumed=True),
     Case((8191, 3000), 1, 24, 64, 64, steps=12.0, rate=20.0),
 )
@@ -79,7 +79,7 @@ def of_transformers(*arguments: Any, limits: tuple[float, float]) -> tuple[Tenso
         number_of, step, one, other = parts
         named = {"D": skips, "dt_bias": biases, "dt_softplus": True, "dt_limit": limits, "initial_states": before}
         run = inspect.unwrap(mamba2_chunk_scan)
-        out, state = run(number_of, step, rates, one, other, chunk_size=256, return_final_states=True, **named)
+        out, state = run(number_of, step, rates, one, other, chunk_size=128, return_final_states=True, **named)
         outputs.append(out[0])
         after.append(state)
     return torch.cat(outputs), torch.cat(after)
