@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from hf_fastdecode.kernels.state_scans import mamba, mamba_reference
+from hf_fastdecode.kernels.state_scans import api, reference
 
 from ..operator_time import replays
 from .delta_rule import seconds
@@ -66,7 +66,7 @@ def inputs_of(shape: Shape) -> list[Any]:
 
 
 def ours(*arguments: Any) -> tuple[Tensor, Tensor]:
-    return mamba.scan_segments(*arguments)
+    return api.scan(*arguments)
 
 
 def by_segment(run: Callable[..., Any], *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -92,7 +92,7 @@ def main() -> None:
         arguments, exact = inputs_of(shape), None
         if sum(shape.lengths) <= _ORACLE:
             wide = [one if one.dtype == torch.int32 else one.double() for one in arguments]
-            exact = mamba_reference.scan_segments(*wide)
+            exact = reference.scan(*wide)
         for name, way in ways.items():
             if name == "transformers" and sum(shape.lengths) > _OF_TRANSFORMERS:
                 continue

@@ -14,8 +14,8 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, COMPILED_CALL, uncompiled_call
 from hf_fastdecode.cache.layout import ModelLayout, keeps_state
+from hf_fastdecode.generation.fused.delta_nets import DELTA_NETS
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.states import DELTA_NETS
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.state_scans import api
 

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from hf_fastdecode.kernels.failures import Kernel
+
+from ..conversion.page_tables import read_table
 from ..fresh_processes import ROOT
 
 LAUNCHES = """
@@ -41,3 +44,16 @@ def test_launches_on_a_pretended_gpu() -> None:
         "state_steps",
         "stored_product",
     ]
+
+
+def test_the_page_has_all_kernels_and_gpus() -> None:
+    """Which `make test-compile` writes."""
+    (_, *gpus, _), *lines = read_table(ROOT / "docs" / "limits.md", "tests.kernels.compile_all")
+    assert [gpu.partition(":")[0] for gpu in gpus] == ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+    assert [(name, other) for name, *_, other in lines] == [
+        (name.removeprefix("the "), other) for name, other in (kernel.value for kernel in Kernel)
+    ]
+    rooms = [int(gpu.partition("(")[2].split()[0]) for gpu in gpus]
+    for _, *cells, _ in lines:
+        for cell, room in zip(cells, rooms, strict=True):
+            assert cell in ("Hopper only", "not measured") or int(cell.removesuffix(", reduced")) <= room

@@ -54,8 +54,8 @@ def rows_that_fit(cache: SharedContextCache, rows: int, logits: Logits, new_toke
     for layer in cache.attention_layers:
         per_row[layer.device] += room * layer.storage.suffix_bytes_per_token
         held[layer.device] += layer.storage.suffix_bytes  # which are given up, should rows not fit
-    for states in cache.state_layers:
-        per_row[states.device] += states.row_bytes
+    for layer in cache.state_layers:
+        per_row[layer.device] += layer.row_bytes
     fit = rows
     for device, needed in per_row.items():
         if (usable := _usable_for(device, rows * needed)) is not None:

@@ -18,13 +18,14 @@ from ...attention.overrides import overrides_of
 from ...instance_methods import Change
 from ...kernels.device import triton_is_installed
 from ..interception.switches import replaced_calls
+from .delta_nets import DELTA_NETS
 from .experts import EXPERTS, ROUTERS
 from .gated import GATED
 from .latents import LATENTS
 from .norms import GATED_NORMS, NORMS
 from .rotary import ROTARY
 from .shared_experts import SHARED_EXPERTS
-from .states import DELTA_NETS, STATES
+from .states import STATES
 from .trial import FusedKind, fused_here, is_plain, tried
 
 _KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)

@@ -109,6 +109,9 @@ def random(*shape: int, seed: int, dtype: torch.dtype = TRIED_IN) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu").to(dtype)
 
 
+random_fp32 = partial(random, dtype=torch.float32)
+
+
 def linear(inputs: int, outputs: int, *, seed: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=False, device="meta")
     layer.weight = nn.Parameter(random(outputs, inputs, seed=seed), requires_grad=False)

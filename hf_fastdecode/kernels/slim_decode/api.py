@@ -79,7 +79,7 @@ def choose_config(
 
 
 def _has_clusters(device: torch.device) -> bool:
-    if interpreted() or compute_capability(device) < (9, 0) or not cuda_bindings_are_installed():
+    if interpreted() or compute_capability(device)[0] != 9 or not cuda_bindings_are_installed():  # others lack wgmma
         return False
     return failure(Kernel.CLUSTER, device) is None
 

@@ -1,4 +1,4 @@
-"""The slim decode kernel on thread block clusters, for GPUs of compute capability 9.0 and later.
+"""The slim decode kernel on thread block clusters, for GPUs of compute capability 9.0.
 
 It is CUDA C++, compiled at run time with NVRTC for the GPU at hand. cuda-bindings, which PyTorch installs with its
 CUDA builds, brings the compiler; no CUDA toolkit is needed.
@@ -153,7 +153,7 @@ def cluster_kernel(shape: ClusterShape, device: torch.device) -> tuple[CudaKerne
     with torch.cuda.device(device):
         major, minor = torch.cuda.get_device_capability()
         torch.cuda.current_stream().synchronize()  # which makes PyTorch's context the current one
-        architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")  # with architecture-specific instructions
+        architecture = f"sm_{major}{minor}a"  # with architecture-specific instructions
         (module,) = _checked(driver.cuModuleLoadData(_compiled(shape.numbers(), architecture)))
         (function,) = _checked(driver.cuModuleGetFunction(module, b"slim_cluster"))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

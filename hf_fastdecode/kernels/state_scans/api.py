@@ -1,4 +1,4 @@
-"""`convolve` and `delta_rule`: many tokens through a layer's states, in segments of one packed row.
+"""`convolve`, `delta_rule` and `scan`: many tokens through a layer's states, in segments of one packed row.
 
 A segment begins with a state of its own, or with zeros, and ends with one. Segments of all lengths are computed at
 once, and a length is never a compile-time argument. There is no backward pass.
@@ -7,6 +7,7 @@ once, and a length is never a compile-time argument. There is no backward pass.
 from __future__ import annotations
 
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -18,19 +19,29 @@ from ..limits import are_contiguous, refused
 from ..state_steps.api import L2_EPS, Gates
 
 MOST_WIDTH = 128
-"""Elements of a key, which a program holds whole."""
+"""Elements of a key of `delta_rule`, which a program holds whole."""
+
+MOST_SIZE = 256
+"""Elements of an input of `scan`, likewise."""
 
 CHUNK = 64
 """Tokens of which products are computed at once."""
 
+FACTORS = 5
+"""Numbers of a chunk's token and a head that kernels hand on, see ``delta.py`` and ``mamba.py``."""
+
 _CHANNELS = 64  # of a program of `convolve`
 _VALUES = 32  # elements of a value, of a program that carries states
+_WIDTH, _ELEMENTS = 32, 4096  # elements of a head, and of a state, of a program of `scan`
+_SHORTEST = 16  # elements of a tile's edge
 _TWO_STAGES = 160 << 10  # bytes of shared memory, as of GPUs for servers, in which two chunks in flight fit
-_FACTORS = 5  # per token of a chunk, see `delta.py`
-
 
 _OUT_PARTS = {torch.float32: 3, torch.float16: 3, torch.bfloat16: 2}
-"""Parts of factors, see `chunks.product`, by the dtype to which outputs are rounded."""
+"""Parts of factors of `delta_rule`, see `chunks.product`, by the dtype to which outputs are rounded."""
+
+_SCAN_PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 2}
+"""Those of `scan`, by the dtype of inputs. One is not enough in bf16: that errs as much as the rounding of steps in
+transformers' code."""
 
 
 def convolve(
@@ -107,21 +118,85 @@ def delta_rule(
         raise refused(f"delta_rule takes {takes}{MOST_WIDTH} elements of a key", query, key, value, decay, beta)
     slots = tokens // CHUNK + segments
     fp32 = partial(torch.empty, dtype=torch.float32, device=value.device)
-    systems, factors = fp32(slots, heads, 2, CHUNK, CHUNK), fp32(slots, heads, _FACTORS, CHUNK)
+    systems, factors = fp32(slots, heads, 2, CHUNK, CHUNK), fp32(slots, heads, FACTORS, CHUNK)
     out, final = torch.empty(value.shape, dtype=value.dtype, device=value.device), fp32(of_states)
     strides: tuple[int, ...] = (*query.stride()[:2], *key.stride()[:2])
-    sizes = {"HEADS": heads, "GROUP": heads // key_heads, "K": key_dim, "BLOCK_K": max(16, power_of_two(key_dim))}
+    sizes = {
+        "HEADS": heads,
+        "GROUP": heads // key_heads,
+        "K": key_dim,
+        "BLOCK_K": max(_SHORTEST, power_of_two(key_dim)),
+    }
     of_chunks = query, key, decay, beta, rates, biases, starts, systems, factors
     scalars = *strides, decay.stride(0), beta.stride(0), key_dim**-0.5, L2_EPS
     _launch("delta.relate", (slots * heads,), *of_chunks, segments, *scalars, **sizes, PROJECTED=gates is not None)
     _launch("delta.invert", (slots * heads,), systems, factors, starts, segments, HEADS=heads)
-    block = min(_VALUES, max(16, power_of_two(value_dim)))
+    block = min(_VALUES, max(_SHORTEST, power_of_two(value_dim)))
     sizes |= {"V": value_dim, "BLOCK_V": block, "OUT_PARTS": _OUT_PARTS[query.dtype]}
     stages = 2 if shared_memory(value.device) >= _TWO_STAGES else 1
     carried = query, key, value, systems, factors, starts, final if states is None else states, out, final
     strides = *strides, *value.stride()[:2]
     grid = (segments * heads * -(-value_dim // block),)
     _launch("delta.scan", grid, *carried, *strides, int(states is not None), **sizes, STAGES=stages)
+    return out, final
+
+
+def scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    inputs: Tensor,
+    outputs: Tensor,
+    skips: Tensor,
+    biases: Tensor,
+    starts: Tensor,
+    states: Tensor | None = None,
+    limits: tuple[float, float] = (0.0, inf),
+) -> tuple[Tensor, Tensor]:
+    """Mamba-2's scan (sections 6 and 7 of its paper) over segments of tokens.
+
+    Args:
+        x: ``[tokens, heads, width]``, contiguous along width.
+        steps: ``[tokens, heads]``, before a bias is added and softplus taken.
+        rates: ``[heads]``, contiguous, negative (A).
+        inputs: ``[tokens, groups, size]``, contiguous along size, at most `MOST_SIZE` of it, in the dtype of `x` (B).
+        outputs: Likewise (C).
+        skips: ``[heads]``, contiguous (D).
+        biases: ``[heads]``, contiguous.
+        starts: ``[segments + 1]`` int32: the first token of each segment, then the count of tokens.
+        states: ``[segments, heads, width, size]``, contiguous: the states before each segment, if not zeros.
+        limits: The least and the most that a step may be.
+
+    Returns:
+        ``states @ output + skip * x`` of every token, ``[tokens, heads, width]`` fp32 as transformers' functions give
+        it to a norm, and the states after each segment, ``[segments, heads, width, size]`` fp32.
+    """
+    (tokens, heads, width), (groups, size), segments = x.shape, inputs.shape[1:], len(starts) - 1
+    shapes = inputs.shape == outputs.shape and len(inputs) == tokens and heads % groups == 0 and size <= MOST_SIZE
+    shapes = shapes and steps.shape == (tokens, heads) and rates.shape == skips.shape == biases.shape == (heads,)
+    shapes = shapes and segments > 0 and (states is None or states.shape == (segments, heads, width, size))
+    dtypes = x.dtype == inputs.dtype == outputs.dtype and x.dtype in _SCAN_PARTS and starts.dtype == torch.int32
+    dense = all(one.stride(-1) == 1 for one in (x, inputs, outputs))
+    if not (shapes and dtypes and dense and are_contiguous(rates, skips, biases, starts, states)):
+        takes = "x [tokens, heads, width], steps [tokens, heads], inputs and outputs [tokens, groups, size] of up to "
+        takes += f"{MOST_SIZE} elements of an input, rates, skips and biases [heads], int32 starts [segments + 1] and "
+        takes += "contiguous states [segments, heads, width, size]"
+        raise refused(f"scan takes {takes}", x, steps, inputs, outputs, rates, starts)
+    # By `empty_like`, which is seen where the memory of a pass is counted.
+    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    slots, fp32 = tokens // CHUNK + segments, partial(torch.empty, dtype=torch.float32, device=x.device)
+    related, factors = fp32(slots, groups, CHUNK, CHUNK), fp32(slots, heads, FACTORS, CHUNK)
+    final = fp32(segments, heads, width, size)
+    block_s = max(_SHORTEST, power_of_two(size))
+    block_w = max(_SHORTEST, min(power_of_two(width), _WIDTH, _ELEMENTS // block_s))
+    sizes = {"HEADS": heads, "GROUP": heads // groups, "SIZE": size, "BLOCK_S": block_s, "PARTS": _SCAN_PARTS[x.dtype]}
+    strides = *inputs.stride()[:2], *outputs.stride()[:2]
+    tensors = steps, rates, inputs, outputs, biases, starts, related, factors
+    scalars = segments, *steps.stride(), *strides, *map(float, limits)
+    _launch("mamba.relate", (slots * heads,), *tensors, *scalars, **sizes)
+    carried = x, inputs, outputs, skips, starts, related, factors, final if states is None else states, out, final
+    scalars, grid = (*x.stride()[:2], *strides, int(states is not None)), (segments * heads * -(-width // block_w),)
+    _launch("mamba.scan", grid, *carried, *scalars, **sizes, WIDTH=width, BLOCK_W=block_w, STAGES=2)
     return out, final
 
 

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 
 from ..device import interpreted
+from . import api
 
-CHUNK = tl.constexpr(64)
+CHUNK = tl.constexpr(api.CHUNK)
+FACTORS = tl.constexpr(api.FACTORS)
 
 # Triton's interpreter takes the bits of bf16 operands of a dot for integers.
 _HELD_IN = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)

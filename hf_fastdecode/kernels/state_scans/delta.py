@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..pointwise.kernel import follow_previous
 from ..state_steps.kernel import softplus
-from .chunks import CHUNK, chunk_of, product
+from .chunks import CHUNK, FACTORS, chunk_of, product
 
 BLOCK = tl.constexpr(16)  # rows that `invert` solves one by one
 PARTS = tl.constexpr(3)  # of factors of products that become a state, see `product`
@@ -26,7 +26,6 @@ ASK = tl.constexpr(1)  # of what queries read
 WRITE = tl.constexpr(2)  # of what keys write
 BETA = tl.constexpr(3)
 DECAY = tl.constexpr(4)  # of the whole chunk, for each
-FACTORS = tl.constexpr(5)
 
 
 @triton.jit(do_not_specialize=["segments"])

@@ -1,97 +1,149 @@
-"""`scan_segments`: Mamba-2's scan of many tokens, of segments that are packed end to end, in two launches.
+# mypy: ignore-errors
+"""The kernels of Mamba-2's scan over many tokens. Sums, decays and states are in fp32.
 
-The first one makes what tokens of a chunk have in common, for all chunks at once. In the second one a program has some
-of a head's width, and goes through a segment by chunks: it adds what a chunk's tokens and the state before give to
-each token, then moves the state on, which stays in registers. Programs are independent: a prompt of Nemotron-H-8B has
-256 of them, which run at once on an H200. If these chunks ran in parallel too, as in section 6 of the paper, their
-states in fp32 would be written and read twice: a gigabyte per layer for 4,096 tokens, which takes longer.
-
-Nothing is compiled or tuned by length. There is no backward pass.
+`relate` makes what tokens of a chunk have in common, for all chunks at once: products of what they read with what
+they are given, and decays. In `scan` a program has some of a head's width, and goes through a segment by chunks: it
+adds what a chunk's tokens and the state before give to each token, then moves the state on, which stays in registers.
+Programs are independent: a prompt of Nemotron-H-8B has 256 of them, which run at once on an H200. If these chunks ran
+in parallel too, as in section 6 of the paper, their states in fp32 would be written and read twice: a gigabyte per
+layer for 4,096 tokens, which takes longer.
 """
 
-from __future__ import annotations
+import triton
+import triton.language as tl
 
-from functools import partial
-from math import inf
+from ..pointwise.kernel import follow_previous
+from ..state_steps.kernel import softplus
+from .chunks import CHUNK, FACTORS, chunk_of, product
 
-import torch
-from torch import Tensor
-
-from ..ahead import launch_named
-from ..device import overlap_options, power_of_two
-from ..failures import Kernel
-from ..limits import are_contiguous, refused
-from .api import CHUNK
-
-MOST_SIZE = 256
-"""Elements of an input, which a program holds whole."""
-
-_PARTS = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 2}
-"""Parts of factors, see `chunks.product`, by the dtype of inputs. One is not enough in bf16: that errs as much as the
-rounding of steps in transformers' code."""
-
-_FACTORS = 5  # per token of a chunk, see `mamba_kernel`
-_WIDTH, _ELEMENTS, _SHORTEST = 32, 4096, 16
-"""The most of a head's width and of a state that a program has, and the least elements of a tile's edge."""
+# Factors of a chunk's tokens. Sums of decays have two parts: their differences are as exact as sums of those between.
+HIGH = tl.constexpr(0)  # of the logarithms of decays up to a token
+LOW = tl.constexpr(1)
+STEP = tl.constexpr(2)
+WRITE = tl.constexpr(3)  # of what a token adds to the state after the chunk
+DECAY = tl.constexpr(4)  # of the whole chunk, for each
 
 
-def scan_segments(
-    x: Tensor,
-    steps: Tensor,
-    rates: Tensor,
-    inputs: Tensor,
-    outputs: Tensor,
-    skips: Tensor,
-    biases: Tensor,
-    starts: Tensor,
-    before: Tensor | None = None,
-    limits: tuple[float, float] = (0.0, inf),
-) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan (sections 6 and 7 of its paper) over segments of tokens.
+@triton.jit(do_not_specialize=["segments"])
+def relate(
+    steps,  # [tokens, HEADS]
+    rates,  # [HEADS]: those of the decay, negative
+    inputs,  # [tokens, groups, SIZE], contiguous along SIZE (B)
+    outputs,  # likewise (C)
+    biases,  # [HEADS], of the steps
+    starts,  # [segments + 1], int32: the first token of each segment, and the count of tokens
+    related,  # [slots, groups, CHUNK, CHUNK] fp32
+    factors,  # [slots, HEADS, FACTORS, CHUNK] fp32
+    segments,
+    step_stride,  # of tokens
+    step_head_stride,
+    input_stride,
+    input_group_stride,
+    output_stride,
+    output_group_stride,
+    least,  # of a step
+    most,  # likewise
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # heads that share inputs and outputs
+    SIZE: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # at least SIZE
+    PARTS: tl.constexpr,  # of factors in fp32, see `product`
+    PDL: tl.constexpr,
+):
+    slot, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    follow_previous(PDL)
+    _, _, end, first = chunk_of(slot, starts, segments)
+    if first >= end:
+        return
+    at, along_s = tl.arange(0, CHUNK), tl.arange(0, BLOCK_S)
+    token = first + at.to(tl.int64)
+    here = token < end
+    step = tl.load(steps + token * step_stride + head * step_head_stride, mask=here, other=0.0).to(tl.float32)
+    step = softplus(step + tl.load(biases + head).to(tl.float32))
+    step = tl.maximum(step, least, propagate_nan=tl.PropagateNan.ALL)
+    step = tl.where(here, tl.minimum(step, most, propagate_nan=tl.PropagateNan.ALL), 0.0)
+    decay = tl.cumsum((step * tl.load(rates + head).to(tl.float32)).to(tl.float64), 0)
+    whole = tl.sum(tl.where(at == CHUNK - 1, decay, 0.0), 0)
+    high = decay.to(tl.float32)
+    factor = factors + (slot.to(tl.int64) * HEADS + head) * (FACTORS * CHUNK) + at
+    tl.store(factor + HIGH * CHUNK, high)
+    tl.store(factor + LOW * CHUNK, (decay - high.to(tl.float64)).to(tl.float32))
+    tl.store(factor + STEP * CHUNK, step)
+    tl.store(factor + WRITE * CHUNK, step * tl.exp((whole - decay).to(tl.float32)))
+    tl.store(factor + DECAY * CHUNK, tl.exp(whole.to(tl.float32)) + at * 0.0)
+    if head % GROUP == 0:
+        group = head // GROUP
+        kept = here[:, None] & (along_s < SIZE)[None, :]
+        given = inputs + group * input_group_stride + token[:, None] * input_stride + along_s[None, :]
+        read = outputs + group * output_group_stride + token[:, None] * output_stride + along_s[None, :]
+        given, read = tl.load(given, mask=kept, other=0.0), tl.load(read, mask=kept, other=0.0)
+        tile = related + (slot.to(tl.int64) * (HEADS // GROUP) + group) * (CHUNK * CHUNK)
+        tl.store(tile + at[:, None] * CHUNK + at[None, :], product(read, tl.trans(given), PARTS))
 
-    Args:
-        x: ``[tokens, heads, width]``, contiguous along width.
-        steps: ``[tokens, heads]``, before a bias is added and softplus taken.
-        rates: ``[heads]``, contiguous, negative (A).
-        inputs: ``[tokens, groups, size]``, contiguous along size, at most `MOST_SIZE` of it, in the dtype of `x` (B).
-        outputs: Likewise (C).
-        skips: ``[heads]``, contiguous (D).
-        biases: ``[heads]``, contiguous.
-        starts: ``[segments + 1]`` int32: the first token of each segment, then the count of tokens.
-        before: ``[segments, heads, width, size]``, contiguous: the states before each segment, if not zeros.
-        limits: The least and the most that a step may be.
 
-    Returns:
-        ``states @ output + skip * x`` of every token, ``[tokens, heads, width]`` fp32 as transformers' functions give
-        it to a norm, and the states after each segment, ``[segments, heads, width, size]`` fp32.
-    """
-    (tokens, heads, width), (groups, size), segments = x.shape, inputs.shape[1:], len(starts) - 1
-    shapes = inputs.shape == outputs.shape and len(inputs) == tokens and heads % groups == 0 and size <= MOST_SIZE
-    shapes = shapes and steps.shape == (tokens, heads) and rates.shape == skips.shape == biases.shape == (heads,)
-    shapes = shapes and segments > 0 and (before is None or before.shape == (segments, heads, width, size))
-    dtypes = x.dtype == inputs.dtype == outputs.dtype and x.dtype in _PARTS and starts.dtype == torch.int32
-    dense = all(one.stride(-1) == 1 for one in (x, inputs, outputs))
-    if not (shapes and dtypes and dense and are_contiguous(rates, skips, biases, starts, before)):
-        takes = "x [tokens, heads, width], steps [tokens, heads], inputs and outputs [tokens, groups, size] of up to "
-        takes += f"{MOST_SIZE} elements of an input, rates, skips and biases [heads], int32 starts [segments + 1] and "
-        takes += "contiguous states [segments, heads, width, size]"
-        raise refused(f"scan_segments takes {takes}", x, steps, inputs, outputs, rates, starts)
-    # By `empty_like`, which is seen where the memory of a pass is counted.
-    out = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    slots, fp32 = tokens // CHUNK + segments, partial(torch.empty, dtype=torch.float32, device=x.device)
-    related, factors = fp32(slots, groups, CHUNK, CHUNK), fp32(slots, heads, _FACTORS, CHUNK)
-    after = fp32(segments, heads, width, size)
-    block_s = max(_SHORTEST, power_of_two(size))
-    block_w = max(_SHORTEST, min(power_of_two(width), _WIDTH, _ELEMENTS // block_s))
-    sizes = {"HEADS": heads, "GROUP": heads // groups, "SIZE": size, "BLOCK_S": block_s, "PARTS": _PARTS[x.dtype]}
-    strides = *inputs.stride()[:2], *outputs.stride()[:2]
-    sizes |= overlap_options(x.device)
-    tensors = steps, rates, inputs, outputs, biases, starts, related, factors
-    scalars = segments, *steps.stride(), *strides, *map(float, limits)
-    launch = partial(launch_named, Kernel.SCANS)
-    launch("state_scans.mamba_kernel.relate", x.device, (slots * heads,), *tensors, *scalars, **sizes)
-    carried = x, inputs, outputs, skips, starts, related, factors, after if before is None else before, out, after
-    sizes |= {"WIDTH": width, "BLOCK_W": block_w, "STAGES": 2}
-    scalars, grid = (*x.stride()[:2], *strides, int(before is not None)), (segments * heads * -(-width // block_w),)
-    launch("state_scans.mamba_kernel.scan", x.device, grid, *carried, *scalars, **sizes)
-    return out, after
+@triton.jit(do_not_specialize=["resumed"])
+def scan(
+    x,  # [tokens, HEADS, WIDTH], contiguous along WIDTH
+    inputs,  # [tokens, groups, SIZE], contiguous along SIZE (B)
+    outputs,  # likewise (C)
+    skips,  # [HEADS] (D)
+    starts,  # [segments + 1], int32
+    related,  # see `relate`
+    factors,  # likewise
+    before,  # [segments, HEADS, WIDTH, SIZE], contiguous; not read unless resumed
+    out,  # [tokens, HEADS, WIDTH], contiguous, fp32
+    after,  # [segments, HEADS, WIDTH, SIZE], likewise
+    x_stride,  # of tokens
+    x_head_stride,
+    input_stride,
+    input_group_stride,
+    output_stride,
+    output_group_stride,
+    resumed,  # whether segments begin with states; zeros if not
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_W: tl.constexpr,  # of a program
+    BLOCK_S: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,  # chunks in flight
+    PDL: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
+    block, head = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS % HEADS
+    segment = tl.program_id(0) // (BLOCKS * HEADS)
+    at, along_s, along_w = tl.arange(0, CHUNK), tl.arange(0, BLOCK_S), block * BLOCK_W + tl.arange(0, BLOCK_W)
+    in_s, in_w = along_s < SIZE, along_w < WIDTH
+    follow_previous(PDL)
+    place = ((segment.to(tl.int64) * HEADS + head) * WIDTH + along_w)[None, :] * SIZE + along_s[:, None]
+    kept = in_s[:, None] & in_w[None, :]
+    state = tl.load(before + place, mask=kept & (resumed != 0), other=0.0).to(tl.float32)
+    skip = tl.load(skips + head).to(tl.float32)
+    start, end = tl.load(starts + segment), tl.load(starts + segment + 1)
+    slot = (start // CHUNK + segment).to(tl.int64)
+    x_tile = x + head * x_head_stride + along_w[None, :]
+    input_tile = inputs + head // GROUP * input_group_stride + along_s[None, :]
+    output_tile = outputs + head // GROUP * output_group_stride + along_s[None, :]
+    tile = related + head // GROUP * (CHUNK * CHUNK) + at[:, None] * CHUNK + at[None, :]
+    factors += head * (FACTORS * CHUNK)
+    for first in tl.range(start, end, CHUNK, num_stages=STAGES):
+        token = first + at.to(tl.int64)
+        here = (token < end)[:, None]
+        given = tl.load(input_tile + token[:, None] * input_stride, mask=here & in_s[None, :], other=0.0)
+        read = tl.load(output_tile + token[:, None] * output_stride, mask=here & in_s[None, :], other=0.0)
+        number = tl.load(x_tile + token[:, None] * x_stride, mask=here & in_w[None, :], other=0.0)
+        weight = tl.load(tile + slot * (HEADS // GROUP * CHUNK * CHUNK))
+        factor = factors + slot * (HEADS * FACTORS * CHUNK)
+        high, low = tl.load(factor + HIGH * CHUNK + at), tl.load(factor + LOW * CHUNK + at)
+        step, write = tl.load(factor + STEP * CHUNK + at), tl.load(factor + WRITE * CHUNK + at)
+        decay = tl.load(factor + DECAY * CHUNK)
+        # What tokens of the chunk give to later ones, and the state before it to all.
+        between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        weight = tl.where(at[:, None] >= at[None, :], weight * tl.exp(between) * step[None, :], 0.0)
+        found = product(weight, number, PARTS)
+        found += product(read, state, PARTS) * tl.exp(high)[:, None] + skip * number.to(tl.float32)
+        state = state * decay + product(tl.trans(given), number.to(tl.float32) * write[:, None], PARTS)
+        tl.store(out + (token[:, None] * HEADS + head) * WIDTH + along_w[None, :], found, mask=here & in_w[None, :])
+        slot += 1
+    tl.store(after + place, state, mask=kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from math import inf
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +52,33 @@ def delta_rule(
             outs.append(out)
         final.append(state)
     return torch.cat(outs), torch.cat(final)
+
+
+def scan(
+    x: Tensor,
+    steps: Tensor,
+    rates: Tensor,
+    inputs: Tensor,
+    outputs: Tensor,
+    skips: Tensor,
+    biases: Tensor,
+    starts: Tensor,
+    states: Tensor | None = None,
+    limits: tuple[float, float] = (0.0, inf),
+) -> tuple[Tensor, Tensor]:
+    """See `api.scan`. Mamba-2, eq. 1 with section 5's discretization."""
+    group = x.shape[1] // inputs.shape[1]
+    x, steps, rates, inputs, outputs, skips, biases = map(wide, (x, steps, rates, inputs, outputs, skips, biases))
+    inputs, outputs = (one.repeat_interleave(group, 1) for one in (inputs, outputs))
+    steps = F.softplus(steps + biases).clamp(*limits)[..., None, None]
+    decays, added = (steps * rates[:, None, None]).exp(), steps * x[..., None] * inputs[:, :, None]
+    out = skips[:, None] * x
+    states = x.new_zeros(len(starts) - 1, *added.shape[1:]) if states is None else wide(states).clone()
+    for state, (start, end) in zip(states, _spans(starts), strict=True):
+        for token in range(start, end):
+            state.mul_(decays[token]).add_(added[token])
+            out[token] += (state * outputs[token, :, None]).sum(-1)
+    return out, states
 
 
 def _spans(starts: Tensor) -> list[tuple[int, int]]:

@@ -21,11 +21,12 @@ from transformers.models.mamba2 import modeling_mamba2
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, is_of_package
 from hf_fastdecode.generation import structure
-from hf_fastdecode.generation.fused import mamba_scans, norms, states, trial
+from hf_fastdecode.generation.fused import norms, states, trial
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import GATED_NORMS
 from hf_fastdecode.generation.fused.states import STATES
 from hf_fastdecode.generation.prompts import by_rows
+from hf_fastdecode.kernels.state_scans import api as state_scans
 
 from ...architectures.classes import tiny_model_of
 from ...tiny_models import ragged_prompts
@@ -52,7 +53,7 @@ def of_states(model: PreTrainedModel) -> FusedModules:
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return counting(monkeypatch, mamba_scans, "scan_segments")
+    return counting(monkeypatch, state_scans, "scan")
 
 
 @pytest.mark.parametrize("name", ["Mamba2ForCausalLM", "NemotronHForCausalLM"])
@@ -105,7 +106,7 @@ def test_a_kernel_that_fails_leaves_the_models_own_function(monkeypatch: pytest.
     model = tiny_model_of("Mamba2ForCausalLM").half().to(DEVICE)
     fused = FusedModules(model, found=[one for one in FusedModules(model).found if one.kind is STATES])
     expected = passes(model)
-    monkeypatch.setattr(mamba_scans, "scan_segments", fail)
+    monkeypatch.setattr(state_scans, "scan", fail)
     torch.testing.assert_close(passes(model, fused), expected, rtol=0, atol=0.02)
 
 

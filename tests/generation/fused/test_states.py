@@ -20,11 +20,13 @@ from transformers.integrations import use_kernel_func_from_hub_with_fallback
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.generation.fused import norms, states, trial
+from hf_fastdecode.generation.fused import delta_nets, norms, states, trial
+from hf_fastdecode.generation.fused.delta_nets import DELTA_NETS
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import GATED_NORMS
-from hf_fastdecode.generation.fused.states import DELTA_NETS, STATES
+from hf_fastdecode.generation.fused.states import STATES
 from hf_fastdecode.kernels.state_scans import api as scans
+from hf_fastdecode.kernels.state_steps import api as state_steps
 
 from ...architectures.classes import tiny_model_of
 from .half_models import DEVICE, fail
@@ -37,7 +39,7 @@ CLASSES = {
 }
 KINDS = (STATES, DELTA_NETS, GATED_NORMS)
 OPERATORS = (
-    *((states, name) for name in ("convolve", "delta_rule", "scan")),
+    *((state_steps, name) for name in ("convolve", "delta_rule", "scan")),
     (norms, "gated_rms_norm"),
 )
 SCANS = ("convolve", "delta_rule")
@@ -104,7 +106,7 @@ def test_tokens_in_fp32_would_be_stocks(name: str, launched: Counter[str], monke
     model = tiny_model_of(name).to(DEVICE)
     named = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     stock = model.generate(IDS, **named)
-    for module in (states, trial):
+    for module in (delta_nets, trial):
         monkeypatch.setattr(module, "runs_fused", lambda x: not torch.is_grad_enabled())
     with of_states(model).installed():
         found = model.generate(IDS, **named)
@@ -166,7 +168,7 @@ def test_steps_list_no_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would be a launch for each layer."""
     model = tiny_model_of("Qwen3_5ForCausalLM").half().to(DEVICE)
     fused = of_states(model)
-    monkeypatch.setattr(states, "starts_of_rows", fail)
+    monkeypatch.setattr(delta_nets, "starts_of_rows", fail)
     steps(model, fused)
 
 
@@ -187,8 +189,8 @@ def test_quantized_projections(monkeypatch: pytest.MonkeyPatch) -> None:
     nets = [one for one in model.modules() if hasattr(one, "in_proj_qkv")]
     for net in nets:
         net.in_proj_qkv = EightBits(net.in_proj_qkv)
-    own, whole, ran = steps(model), states._step, []
-    monkeypatch.setattr(states, "_step", lambda *args: (ran.append(args[0]), whole(*args))[1])
+    own, whole, ran = steps(model), delta_nets._step, []
+    monkeypatch.setattr(delta_nets, "_step", lambda *args: (ran.append(args[0]), whole(*args))[1])
     torch.testing.assert_close(steps(model, of_states(model)), own, rtol=0.02, atol=0.02)
     assert {id(one) for one in ran} >= {id(net) for net in nets}  # a trial is of a small one
 

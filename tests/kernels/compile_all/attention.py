@@ -12,6 +12,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
+from hf_fastdecode.kernels.forest_decode.limits import most_packed_of_latents
 from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 from hf_fastdecode.kernels.forest_decode.schedule import Schedule
 from hf_fastdecode.kernels.prefill.api import prefill_attention, prefill_partial
@@ -50,6 +51,8 @@ def attend_everything() -> None:
 def attend_to_latents() -> None:
     """Decode steps of multi-head latent attention."""
     for (latent, rest), rows, queries in product(((512, 64), (256, 64), (256, 32)), (1, 7, 64), (1, 3)):
+        if 16 * queries > most_packed_of_latents(CUDA):
+            continue
         attend(torch.bfloat16, latent, 16, 2, shared(rows, 8192), queries, Scoring(0.1), rest)
     for (head_dim, rest), rows, queries in product(((128, 64), (256, 64), (64, 32)), (16, 64, 128), (1, 3)):
         # The nodes as keys and values that were made of latents.

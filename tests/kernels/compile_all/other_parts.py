@@ -28,7 +28,6 @@ from hf_fastdecode.kernels.row_products.api import gated_product, row_products
 from hf_fastdecode.kernels.row_products.config import MOST_PORTABLE_ROWS
 from hf_fastdecode.kernels.sampling.api import Settings, sample
 from hf_fastdecode.kernels.state_scans import api as state_scans
-from hf_fastdecode.kernels.state_scans.mamba import scan_segments
 from hf_fastdecode.kernels.state_steps.api import Gates, convolve, delta_rule, scan
 
 from .pretended import CUDA, Claimed, made
@@ -179,4 +178,4 @@ def scan_tokens() -> None:
         for groups, heads, width, size in ((8, 128, 64, 128), (1, 3, 24, 16), (1, 2, 128, 256)):
             tokens, given = (half(70, heads, width), half(70, heads)), half(70, groups, size)
             states = made(2, heads, width, size) if resumed else None
-            scan_segments(*tokens, made(heads), given, given, half(heads), half(heads), starts, states)
+            state_scans.scan(*tokens, made(heads), given, given, half(heads), half(heads), starts, states)

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 
+from hf_fastdecode.kernels import device
+
 
 class Gpu(NamedTuple):
     """A GPU as CUDA describes it: name, multiprocessors, KiB of shared memory that one program can take."""
@@ -21,16 +23,18 @@ class Gpu(NamedTuple):
     name: str
     multiprocessors: int
     shared_memory: int
+    cards: str  # of this generation, as users know them
 
 
 GPUS = {
-    (8, 0): Gpu("NVIDIA A100-SXM4-80GB", 108, 163),
-    (8, 6): Gpu("NVIDIA A10", 72, 99),
-    (8, 9): Gpu("NVIDIA L4", 58, 99),
-    (9, 0): Gpu("NVIDIA H100 80GB HBM3", 132, 227),
-    (10, 0): Gpu("NVIDIA B200", 148, 227),
-    (12, 0): Gpu("NVIDIA GeForce RTX 5090", 170, 99),
+    (8, 0): Gpu("NVIDIA A100-SXM4-80GB", 108, 163, "A100, A30"),
+    (8, 6): Gpu("NVIDIA A10", 72, 99, "A10, A40, RTX 30"),
+    (8, 9): Gpu("NVIDIA L4", 58, 99, "L4, L40S, RTX 40"),
+    (9, 0): Gpu("NVIDIA H100 80GB HBM3", 132, 227, "H100, H200"),
+    (10, 0): Gpu("NVIDIA B200", 148, 227, "B200"),
+    (12, 0): Gpu("NVIDIA GeForce RTX 5090", 170, 99, "RTX 50, RTX PRO 6000"),
 }
+LARGEST = max(gpu.shared_memory for gpu in GPUS.values())
 CUDA = torch.device("cuda", 0)
 
 
@@ -61,15 +65,16 @@ class Claiming(TorchFunctionMode):
 
 
 @contextmanager
-def pretending(capability: tuple[int, int]) -> Iterator[None]:
-    """Within, torch and Triton see one GPU, whose tensors have no memory."""
-    name, multiprocessors, kib = GPUS[capability]
+def pretending(capability: tuple[int, int], shared_memory: int | None = None) -> Iterator[None]:
+    """Within, torch and Triton see one GPU, whose tensors have no memory; its KiB of shared memory may be others."""
+    name, multiprocessors, kib, _ = GPUS[capability]
+    device.shared_memory.cache_clear()
     properties = SimpleNamespace(
         name=name,
         major=capability[0],
         minor=capability[1],
         multi_processor_count=multiprocessors,
-        shared_memory_per_block_optin=1024 * kib,
+        shared_memory_per_block_optin=1024 * (shared_memory or kib),
         shared_memory_per_block=48 << 10,
         L2_cache_size=40 << 20,
         memory_clock_rate=1_500_000,

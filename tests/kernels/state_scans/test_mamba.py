@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
-from hf_fastdecode.kernels.state_scans import mamba, mamba_reference
+from hf_fastdecode.kernels.state_scans import api, reference
 
 from ..operator_runs import DEVICE, random
 
@@ -49,7 +49,7 @@ SMALL = (
     Case((70,), width=40, size=128),
 )
 LARGE = (
-    Case((4096,), 8, 128, 64, 128),
+    Case((2048,), 2, 32, 64, 128),
     Case((1, 63, 64, 65, 8191), 2, 4, 128, 256, rate=1e-3, resumed=True),
     Case((8191, 3000), 1, 24, 64, 64, steps=12.0, rate=20.0),
 )
@@ -79,7 +79,7 @@ def of_transformers(*arguments: Any, limits: tuple[float, float]) -> tuple[Tenso
         number_of, step, one, other = parts
         named = {"D": skips, "dt_bias": biases, "dt_softplus": True, "dt_limit": limits, "initial_states": before}
         run = inspect.unwrap(mamba2_chunk_scan)
-        out, state = run(number_of, step, rates, one, other, chunk_size=256, return_final_states=True, **named)
+        out, state = run(number_of, step, rates, one, other, chunk_size=128, return_final_states=True, **named)
         outputs.append(out[0])
         after.append(state)
     return torch.cat(outputs), torch.cat(after)
@@ -89,9 +89,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
     """Errors of outputs and states are at most 1.1 times those of transformers' code, and a rounding of fp32."""
     arguments = inputs_of(case, dtype)
     wide: list[Any] = [one.double() if one is not None and one.is_floating_point() else one for one in arguments]
-    exact = mamba_reference.scan_segments(*wide, limits=case.limits)
+    exact = reference.scan(*wide, limits=case.limits)
     stock = of_transformers(*arguments, limits=case.limits)
-    found = mamba.scan_segments(*arguments, limits=case.limits)
+    found = api.scan(*arguments, limits=case.limits)
     for one, two, three in zip(found, stock, exact, strict=True):
         assert one.dtype == torch.float32
         assert one.shape == three.shape
@@ -113,7 +113,7 @@ def test_steps_that_are_no_numbers_stay_so() -> None:
     """From their tokens on, in their segment alone."""
     arguments: list[Any] = inputs_of(Case((6, 3)), torch.float16)
     arguments[1][2] = torch.nan
-    out, after = mamba.scan_segments(*arguments)
+    out, after = api.scan(*arguments)
     assert out.isnan().flatten(1).all(1).tolist() == [False] * 2 + [True] * 4 + [False] * 3
     assert after.isnan().flatten(1).any(1).tolist() == [True, False]
 
@@ -127,7 +127,7 @@ def test_scan_of_large_models(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 def test_no_length_compiles_again() -> None:
-    from hf_fastdecode.kernels.state_scans.mamba_kernel import relate, scan
+    from hf_fastdecode.kernels.state_scans.mamba import relate, scan
 
     counts = set()
     for lengths in ((64,), (1, 65), (16,) * 16, (4096, 3)):
@@ -139,5 +139,5 @@ def test_no_length_compiles_again() -> None:
 def test_refused() -> None:
     arguments: list[Any] = inputs_of(SMALL[0], torch.float16)
     for at, other in ((0, arguments[0].mT), (7, arguments[7].long()), (8, arguments[8].mT), (3, arguments[3][:, :0])):
-        with pytest.raises(ValueError, match=r"scan_segments takes x \[tokens, heads, width\]"):
-            mamba.scan_segments(*arguments[:at], other, *arguments[at + 1 :])
+        with pytest.raises(ValueError, match=r"scan takes x \[tokens, heads, width\]"):
+            api.scan(*arguments[:at], other, *arguments[at + 1 :])
