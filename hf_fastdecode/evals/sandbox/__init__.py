@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...log import logger
-from .backends import Bubblewrap, Container, Unshare
+from .backends import Bubblewrap, Unshare
 from .launch import (
     SCRATCH,
     Backend,
@@ -72,7 +72,7 @@ class _Host:
     mark: str  # an argument of the probe itself
 
     def refusal(self, start: Callable[[], SandboxedProcess]) -> str | None:
-        before = len(processes_with(self.mark))
+        before = processes_with(self.mark)
         with start() as process:
             with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer
                 process.send(json.dumps(self.job).encode() + b"\n")
@@ -87,11 +87,11 @@ class _Host:
                 return ", ".join(escapes)
             if self.canary.poll() is not None:
                 return "it kills processes of the host"
-            if len(processes_with(self.mark)) <= before:
+            if processes_with(self.mark) <= before:
                 return "its processes are not visible from here, so that their end cannot be proved"
             process.wait()
         until = time.monotonic() + _END_SECONDS
-        while lives := len(processes_with(self.mark)) > before and time.monotonic() < until:
+        while lives := processes_with(self.mark) > before and time.monotonic() < until:
             time.sleep(0.01)  # what held the sandbox ends after it
         return "a process that it left lives on" if lives else None
 
@@ -161,10 +161,7 @@ class Sandbox:
 
 _PROVING: Final = threading.Lock()
 
-BACKENDS: Final[dict[str, Backend]] = {
-    backend.name: backend
-    for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
-}
+BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (Bubblewrap(), Unshare(), Unconfined())}
 """Sandboxes by name; `auto` tries them in this order, but never `none`."""
 
 _SETTINGS: Final = Path("/proc/sys")
@@ -197,17 +194,17 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
         if refusal is None:
             return Sandbox(BACKENDS[candidate])
         refusals.append(f"{candidate}: {refusal}")
-    raise SandboxError(f"no sandbox for generated programs ({'; '.join(refusals)}); {_remedy(candidates)}")
+    raise SandboxError(f"no sandbox for generated programs ({'; '.join(refusals)}); {_remedy()}")
 
 
-def _remedy(candidates: Sequence[str]) -> str:
+def _remedy() -> str:
     install = "install bubblewrap (apt install bubblewrap)"
-    for name, denying in _DENIES_USER_NAMESPACES if {"bwrap", "unshare"} & set(candidates) else ():
+    for name, denying in _DENIES_USER_NAMESPACES:
         setting = _SETTINGS / name
         if setting.exists() and setting.read_text().strip() == denying:
             install = (
                 f"this system denies the user namespaces that bwrap and unshare need ({name.replace('/', '.')} is "
-                f"{denying}): change that with sysctl, or install docker or podman (apt install podman)"
+                f"{denying}): change that with sysctl"
             )
     return f"{install}, or inside a container start that with --privileged"
 

@@ -1,19 +1,12 @@
-"""Back ends: namespaces, made by bubblewrap or by util-linux alone, and containers of docker or podman."""
+"""Back ends: namespaces, made by bubblewrap or by util-linux alone."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import io
-import json
 import os
-import secrets
 import shlex
 import shutil
 import stat
-import subprocess
-import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from .launch import (
-    ENVIRONMENT,
     NOBODY,
     SCRATCH,
     Backend,
@@ -31,7 +23,6 @@ from .launch import (
     View,
     first_process,
     limited,
-    processes_with,
     tool,
 )
 
@@ -212,95 +203,3 @@ def _open_to_all(path: Path) -> bool:
     entered = all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents)
     wanted = stat.S_IROTH | (stat.S_IXOTH if path.is_dir() else 0)
     return entered and path.stat().st_mode & wanted == wanted
-
-
-_SECONDS: Final = 120.0
-_NAMESPACE_FLAGS: Final = 0x7E020000  # CLONE_NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWNS: sched.h
-_PROCESSES_OF_NOBODY: Final = 4096  # in all containers together; --pids-limit is that of one
-
-
-@dataclass(frozen=True)
-class Container(Backend):
-    name: str
-
-    def missing(self) -> str | None:
-        if not shutil.which(self.name):
-            return f"not installed (apt install {'docker.io' if self.name == 'docker' else self.name})"
-        done = _call(self.name, "info")
-        return None if done.returncode == 0 else f"`{self.name} info` fails: {_last_line(done.stderr)}"
-
-    def launch(self, argv: Sequence[str], view: View, limits: Limits) -> Launch:
-        container = f"hf-fastdecode-{secrets.token_hex(8)}"
-        command = [self.name, "run", "--rm", "--interactive", "--name", container]
-        command += ["--network", "none", "--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-        command += _only_podman() if self.name == "podman" else []
-        command += ["--user", f"{NOBODY}:{NOBODY}", "--workdir", str(SCRATCH), "--ipc", "none", "--log-driver", "none"]
-        # The programs' defaults may be above what this user may set.
-        command += ["--ulimit", f"nofile={limits.open_files}", "--ulimit", f"nproc={_PROCESSES_OF_NOBODY}"]
-        command += ["--pids-limit", str(limits.processes), "--memory", str(limits.memory_bytes)]
-        command += ["--tmpfs", f"{SCRATCH}:rw,exec,nosuid,nodev,mode=1777,size={limits.scratch_bytes}"]
-        for variable, value in ENVIRONMENT.items():
-            command += ["--env", f"{variable}={value}"]
-        for path in view.readable:
-            command += ["--mount", f"type=bind,source={path},destination={path},readonly"]
-        empty = ",notmpcopyup" if self.name == "podman" else ""  # which would copy what a tmpfs covers into it
-        for path in view.hidden:
-            command += ["--mount", f"type=tmpfs,destination={path},tmpfs-size=4096,tmpfs-mode=0755{empty}"]
-        links = tuple((str(path).lstrip("/"), target) for path, target in view.links)
-        command += [_empty_image(self.name, links)]
-        command += first_process(limited(argv, limits, processes=False), name=container)
-        return Launch(
-            command,
-            environment=dict(os.environ),  # of the client, which finds daemon and storage by it
-            holder=lambda: _first_process_of(container),
-            kills_for_memory=True,
-            stop=lambda: _call(self.name, "kill", container),
-        )
-
-
-def _first_process_of(container: str) -> int | None:  # which is not a descendant of the client
-    return next((pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh"), None)
-
-
-@cache
-def _empty_image(program: str, links: tuple[tuple[str, str], ...]) -> str:
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for path, target in links:
-            member = tarfile.TarInfo(path)
-            member.type, member.linkname = tarfile.SYMTYPE, target
-            tar.addfile(member)
-    done = _call(program, "import", "-", stdin=archive.getvalue())
-    if done.returncode:
-        raise SandboxError(f"`{program} import` fails: {_last_line(done.stderr)}")
-    return done.stdout.decode().split()[-1]
-
-
-@cache
-def _only_podman() -> list[str]:
-    """Options that podman needs to be as docker: no other writable folders, and no user namespaces."""
-    found = _call("podman", "info", "--format", "{{.Host.Security.SECCOMPProfilePath}}").stdout.decode().strip()
-    if not Path(found).is_file():
-        return ["--read-only-tmpfs=false"]
-    profile = json.loads(Path(found).read_text(encoding="utf-8"))
-    for rule in profile["syscalls"]:
-        if rule["action"] == "SCMP_ACT_ALLOW":
-            rule["names"] = [name for name in rule["names"] if name not in ("clone", "clone3", "unshare", "setns")]
-    no_namespace = {"index": 0, "value": _NAMESPACE_FLAGS, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
-    profile["syscalls"].append({"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [no_namespace]})
-    with tempfile.NamedTemporaryFile("w", prefix="hf-fastdecode-seccomp-", suffix=".json", delete=False) as file:
-        json.dump(profile, file)
-    atexit.register(Path(file.name).unlink, missing_ok=True)
-    return ["--read-only-tmpfs=false", "--security-opt", f"seccomp={file.name}"]
-
-
-def _call(program: str, *args: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    try:
-        return subprocess.run([program, *args], input=stdin, capture_output=True, timeout=_SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess([program], 1, b"", b"no answer")
-
-
-def _last_line(text: bytes) -> str:
-    lines = text.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no message"

@@ -169,14 +169,12 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for children in lists for child in children.split()]
 
 
-def processes_with(argument: str) -> dict[int, list[bytes]]:
-    """Return the processes of this machine that have an argument: their numbers, and their command lines."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
+def processes_with(argument: str) -> int:
+    """Return how many processes of this machine have an argument."""
+    found = 0
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if argument.encode() in words:
-                found[int(folder.name)] = words
+            found += argument.encode() in command.read_bytes().split(b"\0")
     return found
 
 
@@ -263,9 +261,6 @@ class Launch:
     command: list[str]
     environment: Mapping[str, str] = field(default_factory=lambda: ENVIRONMENT)  # complete
     folder: Path = Path("/")  # working directory on the host
-    holder: Callable[[], int | None] = lambda: None  # whose descendants are the sandbox's; None: the command
-    kills_for_memory: bool = False  # something else enforces the memory limit, by SIGKILL
-    stop: Callable[[], object] = lambda: None  # ends what a killed command leaves, such as a container
     clean: Callable[[], None] = lambda: None  # removes what was made for it
 
 
@@ -299,13 +294,12 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool = True) -> l
     return [*limits.prlimit(processes=processes), "/bin/sh", "-c", 'echo ready; exec "$@"', "sh", *argv]
 
 
-def first_process(argv: Sequence[str], name: str = "sh") -> list[str]:
+def first_process(argv: Sequence[str]) -> list[str]:
     """Return the first process of a PID namespace, which runs a command and so accounts for its CPU time.
 
-    No signal from inside can end it, and its end ends all processes that the command has left. Others find it by
-    `name`, which is one of its arguments.
+    No signal from inside can end it, and its end ends all processes that the command has left.
     """
-    return ["/bin/sh", "-c", '"$@"; exit $?', name, *argv]
+    return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *argv]
 
 
 def tool(name: str) -> str:
