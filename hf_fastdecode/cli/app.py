@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from .bench import Bench, bench
+from .bench import bench
 from .console import ManyValues, OneLineErrors, prints_tables
 from .convert import convert_checkpoint
 from .demo import demo
@@ -34,7 +34,7 @@ app.command()(demo)
 app.command()(generate)
 app.command("inspect", cls=ManyValues)(prints_tables(inspect))
 app.command("convert-checkpoint")(prints_tables(convert_checkpoint, "--table-format"))
-app.command(cls=Bench)(bench)
+app.command()(bench)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
 app.command("run", context_settings=WORDS, no_args_is_help=True)(run)

@@ -112,10 +112,6 @@ def _option(match: re.Match[str]) -> str:
     return option if value is None else f"{option} {value.strip(chr(34) + chr(39))}"
 
 
-def moved(before: str, now: str) -> InputError:
-    return InputError(f"`hf-fastdecode {before}` is `python -m benchmarks {now}` now, in a clone of the repository")
-
-
 def note(text: object) -> None:
     """A line on stderr; the command goes on where it cannot be written."""
     try:
