@@ -81,7 +81,7 @@ class TaskOptions:
     task: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(name for name in TASK_NAMES if name not in ('apps', 'prompts'))}; or a .jsonl file of "
+            help=f"{', '.join(name for name in TASK_NAMES if name != 'prompts')}; or a .jsonl file of "
             "your tasks, in the form of any of them, or of prompts alone, which are sampled and not scored."
         ),
     ] = "embedded"
@@ -97,8 +97,6 @@ class TaskOptions:
 
     def load(self, *, silent: bool = False) -> TaskSet:
         """Load these tasks; a note says where they are not the published ones, unless `silent`."""
-        if self.task == "apps":
-            raise InputError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
