@@ -6,7 +6,6 @@ torch and transformers take seconds to import, so a command imports what it runs
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
 
 import typer
 
@@ -57,9 +56,9 @@ def _installed(package: str) -> str:
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
-    ] = False,
+    show_version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the versions and exit."
+    ),
 ) -> None:
     """Fast decoding for Hugging Face Transformers where many sequences share context.
 

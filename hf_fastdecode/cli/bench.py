@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 @expand_option_groups
 def bench(
     model: ModelOptions,
-    point: Annotated[
-        list[str] | None,
-        typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    point: list[str] | None = typer.Option(
+        None, help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"
+    ),
+    new_tokens: int = typer.Option(64, help="Tokens drawn for each sample.", min=2),
     mode: Mode = "auto",
     sampler: Sampler = "auto",
     repeats: Repeats = 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 
@@ -33,14 +33,14 @@ SHOTS: Final = 9
 
 
 def demo(
-    n: Annotated[int, typer.Option(help="Completions to draw.")] = 32,
-    shots: Annotated[int, typer.Option(help="Solved examples before the task, of about 150 tokens each.")] = SHOTS,
+    n: int = typer.Option(32, help="Completions to draw."),
+    shots: int = typer.Option(SHOTS, help="Solved examples before the task, of about 150 tokens each."),
     max_new_tokens: MaxNewTokens = 96,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = 0,
-    task_id: Annotated[int, typer.Option(help="One of the embedded tasks.")] = DEFAULT_TASK,
-    best: Annotated[int, typer.Option(help="Completions to show, best mean log-probability first.")] = 5,
+    task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
+    best: int = typer.Option(5, help="Completions to show, best mean log-probability first."),
     device: Device = "auto",
 ) -> None:
     """Compare stock and shared decoding on the embedded model. Needs no download.

@@ -74,9 +74,7 @@ def test_the_refusal_names_what_denies_user_namespaces(
         choose()
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel" / "apparmor_restrict_unprivileged_userns").write_text("1\n")
-    denied = (
-        r"denies the user namespaces .*apparmor_restrict_unprivileged_userns is 1\): change that with sysctl"
-    )
+    denied = r"denies the user namespaces .*apparmor_restrict_unprivileged_userns is 1\): change that with sysctl"
     with pytest.raises(SandboxError, match=denied):
         choose()
 

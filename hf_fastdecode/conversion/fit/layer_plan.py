@@ -248,11 +248,9 @@ def fit_layer(
 
     Raises:
         ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
-            finite; `tolerance` is below 1; cross-attention has RoPE.
+            finite; cross-attention has RoPE.
     """
     _check_text(text, model_dtype)
-    if not tolerance >= 1:
-        raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     eight_bits = cache_dtype if cache_dtype in EIGHT_BITS else None
     if cache_dtype is None or eight_bits is not None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype
