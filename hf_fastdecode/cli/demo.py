@@ -18,7 +18,6 @@ from .options import (
     Seed,
     Temperature,
     TopP,
-    check_count,
     check_device,
     check_enable_options,
     pick_device,
@@ -27,6 +26,8 @@ from .options import (
 
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""
+
+_SHOWN: Final = 5  # completions, best mean log-probability first
 
 SHOTS: Final = 9
 """Solved examples before a task by default."""
@@ -40,7 +41,6 @@ def demo(
     top_p: TopP = None,
     seed: Seed = 0,
     task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
-    best: int = typer.Option(5, help="Completions to show, best mean log-probability first."),
     device: Device = "auto",
 ) -> None:
     """Compare stock and shared decoding on the embedded model. Needs no download.
@@ -54,12 +54,11 @@ def demo(
 
         hf-fastdecode demo
         hf-fastdecode demo --n 128 --shots 12
-        hf-fastdecode demo --task-id 117 --seed 3 --best 10
+        hf-fastdecode demo --task-id 117 --seed 3
     """
     sampling = SamplingOptions(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     ).sampling()
-    check_count("best", best)
     check_enable_options()
     check_device(device)
     (task,) = pick_tasks([task_id], shots)
@@ -77,7 +76,7 @@ def demo(
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, machine=machine(target), model=name, best=best))
+    Console().print(demo_text(found, machine=machine(target), model=name, best=_SHOWN))
     if busy and target.type == "cpu":
         print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
     print(_next_steps(Path(sys.executable)))

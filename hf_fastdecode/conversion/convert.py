@@ -37,20 +37,10 @@ _FEATURES: Final = ".safetensors"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a conversion.
+    """Settings of a conversion: the options of ``convert-checkpoint``, with their defaults.
 
-    Attributes:
-        source: A folder, an id on the Hugging Face Hub, or ``embedded``.
-        target: Folder to make; None to measure only.
-        format: ``slim``, or ``full`` to convert a slim checkpoint back.
-        choice: How the layers' caches are chosen.
-        dtype: Dtype of the result; None for the source's dtype.
-        calibration: UTF-8 text, or None for the built-in one. For Whisper, a ``.safetensors`` file with
-            ``input_features`` instead; without it, features are synthetic.
-        transcript: UTF-8 text that is spoken in these features, or None for the built-in text.
-        verify: Whether to compare logits before the result is published.
-        resume: Whether to continue an interrupted conversion.
-        shard_bytes: Most bytes in a shard.
+    `source` is a folder, an id on the Hugging Face Hub, or ``embedded``; `target` None measures only; `dtype` None is
+    that of the source, `calibration` and `transcript` None the built-in text, and for Whisper synthetic features.
     """
 
     source: str

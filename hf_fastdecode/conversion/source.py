@@ -122,12 +122,9 @@ class Checkpoint:
     """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
     Tensors are read on demand; files are memory-mapped, except PyTorch's old format. Raises InputError where there is
-    no config that transformers reads, CheckpointError where a file is missing or damaged.
-
-    Attributes:
-        locations: File of each tensor and its name there, by its name in the model.
-        tied: Names of tensors that the config's model ties to others, with the others' names; set by `check`.
-        left_out: Names of tensors that the config's model neither has nor had in old releases; set by `check`.
+    no config that transformers reads, CheckpointError where a file is missing or damaged. `locations` has the file of
+    each tensor and its name there, by its name in the model. `check` finds names of tensors that the model ties to
+    others, with those (`tied`), and of tensors that it neither has nor had in old releases (`left_out`).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from ..files import Record, jsonl_records, shown
 

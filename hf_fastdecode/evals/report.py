@@ -224,13 +224,9 @@ def report(
 ) -> Report:
     """Read a run folder and compute everything that is shown of it.
 
-    Files of the folder, each of which may be missing:
-
-    - ``samples.jsonl`` and ``verdicts.jsonl``: `Sample` and `Verdict` as JSON lines; without verdicts, latency only.
-    - ``latency.csv``: rows of `Latency`; without it, accuracy only.
-    - ``settings.json``: an object with the settings of the run; ``model`` and ``task`` stand in titles.
-
-    A ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
+    Each of its files may be missing: ``samples.jsonl`` and ``verdicts.jsonl`` (without verdicts, latency only),
+    ``latency.csv`` (without it, accuracy only), and ``settings.json``, whose ``model`` and ``task`` stand in titles. A
+    ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
     default `ks` are the powers of two up to the smallest pool, its size, and the n that were timed. An InputError says
     what is missing or wrong.
     """

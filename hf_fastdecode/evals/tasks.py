@@ -231,12 +231,11 @@ def load_tasks(
     limit: int | None = None,
     task_ids: Sequence[str | int] | None = None,
 ) -> TaskSet:
-    """Load the tasks of a source.
+    """Load the tasks of a source: one of `TASK_NAMES`, or a file of your tasks in the form of any of them.
 
     Args:
-        name: One of `TASK_NAMES`, or a file of your tasks, in the form of any of them. ``embedded`` comes with
-            the package; ``prompts``, which have no tests, need a file.
-        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
+        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub or the package;
+            ``prompts`` need one.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
         limit: Only this many of the first tasks, at least 1.

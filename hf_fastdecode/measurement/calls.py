@@ -136,14 +136,10 @@ def draw(
     """Run `model.generate` from a seed, and leave torch's generators as they were.
 
     Args:
-        model: A model that generates text, enabled or not.
         inputs: ``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device.
-        seed: Seed of torch's generators.
         on_step: Called at each step with the number of tokens drawn before it.
-        processors: Further logits processors.
         time_every_step: Time all steps, which waits for the device at each; else only the first.
-        keep_cache: Return the keys and values too.
-        arguments: Further arguments of `generate`.
+        arguments: Further arguments of `generate`; `processors` are further logits processors.
 
     Raises:
         NotFiniteError: The model's logits are not finite.

@@ -145,7 +145,6 @@ def test_public_names_load_when_used():
         ("demo --shots -1", "--shots must be between 0 and"),
         ("demo --temperature 0", "got 0; `hf-fastdecode generate --greedy` takes the most likely tokens"),
         ("demo --n -4", "--n must be at least 1, got -4"),
-        ("demo --best 0", "--best must be at least 1"),
         ("inspect", "Missing argument"),
         ("inspect ./nosuch", "there is no file or folder ./nosuch"),
         ("inspect embedded --context 0", "--context must be at least 1, got 0"),

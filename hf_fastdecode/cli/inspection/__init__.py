@@ -33,11 +33,6 @@ def inspect(
     batch: list[int] | None = typer.Option(
         None, help="Batch sizes without sharing, for the reads per token; several may follow.", show_default="1 64"
     ),
-    encoder_tokens: int | None = typer.Option(
-        None,
-        help="Tokens of the encoder's output, for encoder-decoders.",
-        show_default="the config's max_source_positions, else the context",
-    ),
     dtype: str = typer.Option(
         "auto",
         help="Dtype of weights, keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads "
@@ -69,8 +64,6 @@ def inspect(
     check_count("n", *samples)
     check_count("new-tokens", new_tokens)
     check_count("batch", *batches)
-    if encoder_tokens is not None:
-        check_count("encoder-tokens", encoder_tokens)
     dtype = parse_dtype(dtype)
     check_enable_options()
     for name in model:
@@ -87,7 +80,6 @@ def inspect(
                 samples,
                 new_tokens=new_tokens,
                 dtype=dtype,
-                encoder_tokens=encoder_tokens,
             )
             for name in model
         ]

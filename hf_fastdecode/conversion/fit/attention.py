@@ -172,14 +172,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of one attention on a text. Self-attention is causal, cross-attention sees the whole encoder's output.
+    """Inputs of one attention on a text: ``[tokens, d]``, of cross-attention those of queries.
 
-    Attributes:
-        inputs: ``[tokens, d]``, of the projections; of cross-attention those of queries.
-        encoded: ``[keys, key_d]``, the encoder's output, for cross-attention.
-        rotation: RoPE of these tokens; None without.
-        score_bias: ``[heads, tokens, tokens]``, added to the scaled scores (ALiBi, T5), or None.
-        unrotate: Whether slim caches keep keys after RoPE, beside their positions.
+    Self-attention is causal; cross-attention sees the whole encoder's output `encoded`, ``[keys, key_d]``. `rotation`
+    is RoPE of these tokens, `score_bias` ``[heads, tokens, tokens]`` is added to the scaled scores (ALiBi, T5), and
+    `unrotate` says whether slim caches keep keys after RoPE, beside their positions.
     """
 
     inputs: Tensor

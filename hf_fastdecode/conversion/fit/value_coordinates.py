@@ -63,9 +63,7 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
     `noise`, the mean square error of each coordinate of the keys, ``[e]``, chooses the one that adds the least error
     when keys carry it; without, the one of least norm. Matrices are ``[d, e]`` and ``[d, e_v]``, the papers' layout.
 
-    Raises:
-        ValueError: Weights are not finite.
-        SingularKeysError: e < d, or ``W_K`` does not have full rank in fp64.
+    Raises SingularKeysError where e < d, or ``W_K`` does not have full rank in fp64.
     """
     W_K, W_V = W_K.double(), W_V.double()
     inputs, coordinates = W_K.shape

@@ -151,18 +151,10 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 def pass_at_ranker(
     pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
-    """Compute the probability that one of a ranker's m candidates among n samples passes.
+    """Probability that one of a ranker's m candidates passes, for each number of samples in `ns`.
 
-    Args:
-        pool: The judged samples of one task.
-        ranker: How samples are ranked.
-        ns: Numbers of samples, each between 1 and the pool's size.
-        m: Candidates that are run; the oracle runs all.
-        draws: Random subsets per n, for ``votes``.
-        seed: For the random subsets; combined with the task's id.
-
-    Returns:
-        Probabilities and, where they are estimates, standard errors, both [len(ns)].
+    `draws` random subsets per n, from a seed combined with the task's id, are for ``votes``; the oracle runs all.
+    Returns probabilities and, where they are estimates, standard errors, both [len(ns)].
     """
     try:
         check_ns(ns, len(pool.passed))
@@ -201,20 +193,10 @@ def pass_at_votes(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Estimate the probability that one of the m most frequent outputs of n samples is right, by Monte Carlo.
 
-    Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples gives the probability
-    over a uniformly random order of tied outputs; the result is their mean and its standard error. An exact count
-    would be too expensive for a thousand samples.
-
-    Args:
-        passed: The verdicts of one task's N samples.
-        outputs: What each sample's program returned, or its text; None, as for a program that crashed, has no vote.
-        ns: Numbers of samples, each between 1 and N.
-        m: Outputs that are run or handed in, at least 1.
-        draws: Random subsets for each n, at least 2.
-        seed: For the random subsets.
-
-    Returns:
-        Means and standard errors, both [len(ns)].
+    Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples, at least 2, gives the
+    probability over a uniformly random order of tied outputs; the result is their mean and its standard error, both
+    [len(ns)]. An exact count would be too expensive for a thousand samples. `outputs` are what each sample's program
+    returned, or its text; None, as for a program that crashed, has no vote.
     """
     check_m(m)
     if draws < 2:

@@ -34,19 +34,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def bootstrap_interval(
     values: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bootstrap the percentile interval of the mean over problems.
+    """Bootstrap the percentile interval of the mean over problems, at a level between 0 and 1.
 
-    Problems are drawn with replacement, and the samples of a problem stay together. All columns of `values` are
-    resampled alike, so that intervals of one call can be compared.
-
-    Args:
-        values: [problems] or [problems, columns], such as pass@n of each problem for several n.
-        level: Share of the resampled means inside the interval, between 0 and 1.
-        resamples: Number of resamplings, at least 1.
-        seed: For the resampling.
-
-    Returns:
-        Lower and upper ends, [columns] each (no dimension for one column). NaN for a single problem.
+    Problems are drawn with replacement, and the samples of a problem stay together. `values` are [problems] or
+    [problems, columns], such as pass@n of each problem for several n; all columns are resampled alike, so that
+    intervals of one call can be compared. Returns lower and upper ends, [columns] each (no dimension for one column);
+    NaN for a single problem.
     """
     table = np.asarray(values, dtype=np.float64)
     if not table.ndim or not len(table):
@@ -165,16 +158,12 @@ def binomials(samples: int) -> tuple[int, ...]:
 
 
 class HitCounter:
-    """Counts the subsets of growing groups that hit fewer than m groups.
+    """Counts the subsets of growing groups that hit fewer than m groups; m is at least 1.
 
     The generating function of the subsets of a group of size s, by size (x) and by whether the group is hit (y), is
     ``1 + y ((1 + x)^s - 1)``. Its product over groups is kept as polynomials in ``u = 1 + x``, one for each power of y
-    below m: growing a group then costs shifts and sums. All numbers are exact integers.
-
-    Args:
-        samples: Size of the pool: bounds the sum of the groups' sizes, and the number of counts that are summed.
-        groups: An upper bound of the number of groups.
-        m: Counts of m hits and more are not distinguished; at least 1.
+    below m: growing a group then costs shifts and sums. All numbers are exact integers. `samples`, the size of the
+    pool, bounds the sum of the groups' sizes, and `groups` their number.
     """
 
     def __init__(self, samples: int, groups: int, m: int):

@@ -143,13 +143,9 @@ def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Te
 def visible_slots(mask: Tensor | dict[str, Tensor | None] | None, dropped: int = 0) -> Tensor | None:
     """Mask of slots that are not padding, ``[rows, slots]``, from any mask that a forward pass takes.
 
-    Args:
-        mask: ``[rows, all tokens]``; transformers' form for static caches, ``[rows, 1, tokens, slots]``, bool or to be
-            added to scores, also in a dictionary with one kind of layers; or None.
-        dropped: Number of oldest tokens that a cache no longer has a slot for.
-
-    Raises:
-        ValueError: A mask of another shape.
+    The mask is ``[rows, all tokens]``; transformers' form for static caches, ``[rows, 1, tokens, slots]``, bool or to
+    be added to scores, also in a dictionary with one kind of layers; or None; else a ValueError. `dropped` is the
+    number of oldest tokens that a cache no longer has a slot for.
     """
     if isinstance(mask, dict):
         (mask,) = mask.values()

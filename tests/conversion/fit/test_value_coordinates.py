@@ -89,8 +89,6 @@ def test_singular_keys_are_refused() -> None:
             solve_key_to_value(W_K, W_V)
     with pytest.raises(SingularKeysError, match="48 inputs to 40 coordinates"):
         solve_key_to_value(good[:, :40], W_V)
-    with pytest.raises(ValueError, match="inf or nan"):
-        solve_key_to_value(good * torch.nan, W_V)
 
 
 def test_grouped_queries_are_refused_with_both_numbers() -> None:
