@@ -17,8 +17,16 @@ import numpy as np
 
 from ..errors import InputError
 from ..files import read_rows
-from .metrics import RANKERS, Deduplicate, Pool, Ranker, build_pools, pass_at_ranker
-from .metrics.estimates import bootstrap_interval, powers_of_two
+from .metrics import (
+    RANKERS,
+    Deduplicate,
+    Pool,
+    Ranker,
+    bootstrap_interval,
+    build_pools,
+    pass_at_ranker,
+    powers_of_two,
+)
 from .records import Latency, Mode, Sample, Verdict, Way, read_samples, read_verdicts, thoughts_line
 from .run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 
@@ -89,8 +97,6 @@ def _curve(ranker: Ranker, pools: Sequence[Pool], ns: Sequence[int], m: int | No
 _COUNTS: Final = ("n", "peak_bytes", "runs")
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
 _SUBJECT: Final = ("model", "dtype", "task")
-_ONE_OF_EACH: Final = (*_SUBJECT, "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
-"""Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
 
 
 def read_latency(path: Path) -> tuple[Latency, ...]:
@@ -100,13 +106,9 @@ def read_latency(path: Path) -> tuple[Latency, ...]:
     ran in the same mode, the later row with measurements counts.
     """
     try:
-        lines = read_rows(path)
-        found = [_latency_row(line) for line in lines]
+        found = [_latency_row(line) for line in read_rows(path)]
     except (KeyError, ValueError) as error:  # of the encoding too
         raise InputError(f"{path} is not a table of `eval latency` ({error}); remove it and time again") from error
-    for name in _ONE_OF_EACH:
-        if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
-            raise InputError(f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder")
     ways, modes = get_args(Way), get_args(Mode)
     rows: dict[tuple[Any, ...], Latency] = {}
     for row in found:

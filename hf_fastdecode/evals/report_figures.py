@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,14 +29,6 @@ def percents(axis: Any) -> None:
 
     axis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
-
-
-def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, float]:
-    """Return limits of a logarithmic axis around positive values, with a margin for labels, never below 30 %."""
-    found = list(values)
-    low, high = math.log(min(found)), math.log(max(found))
-    margin = max(share * (high - low), 0.15)
-    return math.exp(low - margin), math.exp(high + margin)
 
 
 @dataclass(frozen=True)
@@ -131,7 +122,7 @@ def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: 
             axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
             beside, ends = _SIDES[line.way] | {"color": look["color"]}, (joined[0][0], joined[-1][0])
             marks += [Mark(axis, (scale * seconds, value), n, beside, n in ends) for n, seconds, value in joined]
-    _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
+    _time_axis(axis, unit)
     _share_axis(axis, accuracy.short_label(ranker))
     axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
     return marks
@@ -149,7 +140,7 @@ def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str, axis: A
                 y = [step.value for step in steps] + [steps[-1].value]
                 look = _look(line, lines) | {"linestyle": style, "marker": "", "label": "_"}
                 axis.step(x, y, where="post", **look)
-    _time_axis(axis, times, scale, unit, "time budget")
+    _time_axis(axis, unit, "time budget")
     _share_axis(axis, "best accuracy in time")
     if "mean_logp" in accuracy.curves:
         keys = [axis.plot([], [], color="#444444", linestyle=style, label="_")[0] for style in ("-", "--")]
@@ -204,12 +195,9 @@ def _look(line: Line, lines: Sequence[Line]) -> dict[str, Any]:
     return {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": line.label}
 
 
-def _time_axis(
-    axis: Any, seconds: Sequence[float], scale: float, unit: str, name: str = "latency until the last of n samples"
-) -> None:
+def _time_axis(axis: Any, unit: str, name: str = "latency until the last of n samples") -> None:
     axis.set_xscale("log")
-    if seconds:
-        axis.set_xlim(*log_limits(scale * value for value in seconds))
+    axis.margins(x=0.12)  # for the numbers beside points
     axis.set_xlabel(f"{name}, {unit}", fontsize=9)
     plain_numbers(axis.xaxis)
 

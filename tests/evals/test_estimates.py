@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import bootstrap, norm
 
-from hf_fastdecode.evals.metrics.estimates import (
+from hf_fastdecode.evals.metrics import (
     HitCounter,
     bootstrap_interval,
     pass_at_first_m,

@@ -316,10 +316,6 @@ def test_few_columns_are_enough(tmp_path):
         (HEAD + "shared,eager,1,CPU,\n", "last_sample_s is nan at n = 1"),
         (HEAD + "shared,eager,1,CPU,0\n", "last_sample_s is 0.0"),
         (HEAD + "shared,eager,1,CPU,inf\n", "last_sample_s is inf"),
-        (
-            HEAD[:-1] + ",model\nshared,eager,1,CPU,1,a\nstock,eager,1,CPU,1,b\n",
-            "rows are of model a and b",
-        ),
     ],
 )
 def test_tables_of_another_kind(tmp_path, text, message):

@@ -24,7 +24,7 @@ from hf_fastdecode.evals.sandbox import (
     choose,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.launch import (
+from hf_fastdecode.evals.sandbox.backends import (
     Unconfined,
     memory_is_exhausted,
     usage_of,

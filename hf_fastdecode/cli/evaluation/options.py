@@ -262,7 +262,7 @@ class SandboxOptions:
         return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
-        from ...evals.scoring import LANGUAGES
+        from ...evals.scoring import check_tasks
 
         if untested := next((task for task in tasks if not task.tests), None):
             raise InputError(
@@ -270,17 +270,15 @@ class SandboxOptions:
                 "`hf-fastdecode eval generate`"
             )
         try:
-            for language in sorted({task.language for task in tasks}):
-                if missing := LANGUAGES[language].missing():
-                    raise SandboxError(missing)
             found = choose(self.sandbox, allow_unsafe=self.allow_unsafe_code)
         except (SandboxError, ValueError) as error:
             raise InputError(str(error)) from error
-        for task in tasks:
-            try:
-                LANGUAGES[task.language].check_task(task)
-            except ValueError as error:
-                raise InputError(f"{error}; mend the data, or leave the task out with --task-ids") from error
+        try:
+            check_tasks(tasks)
+        except SandboxError as error:
+            raise InputError(str(error)) from error
+        except ValueError as error:
+            raise InputError(f"{error}; mend the data, or leave the task out with --task-ids") from error
         return found
 
 

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...log import logger
-from .backends import Bubblewrap, Unshare
-from .launch import (
+from .backends import (
     SCRATCH,
     Backend,
+    Bubblewrap,
     LimitExceeded,
     Limits,
     SandboxError,
     Unconfined,
+    Unshare,
     processes_with,
     python_command,
     view_of,

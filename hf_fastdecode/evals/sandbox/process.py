@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType
 from typing import IO, Any, Final, Self
 
-from .launch import (
+from .backends import (
     READY,
     Backend,
     Exceeded,

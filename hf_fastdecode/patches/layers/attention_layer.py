@@ -35,11 +35,12 @@ from .kernel_attention import (
 )
 from .rotation import ROTATION, Rotation, takes_kernels
 from .slim_attention import (
+    CachedTokens,
+    SlimTokens,
     attention_scores,
     cache_dtype,
     check_trainable,
 )
-from .slim_tokens import CachedTokens, SlimTokens
 
 
 class SlimAttention(SlimTokens):
