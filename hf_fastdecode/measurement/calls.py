@@ -88,12 +88,10 @@ ANCHOR: Final = 4
 class Drawn:
     """Tokens and times of one `generate` call; tensors are on the CPU, times are of `time.perf_counter`.
 
-    Attributes:
-        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
-            encoder-decoder the token that the decoder starts from.
-        log_probs: ``[rows, steps]`` float32: log-probabilities of the drawn tokens under the raw logits.
-        cache: The keys and values at the end; None if not asked for, or if rows were cut into waves.
-        step_times: When the logits of each timed step were computed; `started` and `ended` are the call's.
+    `sequences` are ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
+    encoder-decoder the token that the decoder starts from. `log_probs`, ``[rows, steps]`` float32, are of the drawn
+    tokens under the raw logits. The cache at the end is None if not asked for, or if rows were cut into waves.
+    `step_times` say when the logits of each timed step were computed.
     """
 
     sequences: Tensor

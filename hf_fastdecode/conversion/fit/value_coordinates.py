@@ -277,11 +277,10 @@ class StoredValueCoordinates:
 class KeyStatistics:
     """Statistics of a layer's keys on a calibration text, for V-coordinates of any rank. All fp64.
 
-    Attributes:
-        key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
-        noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
-        directions: ``[e_v, e_v]``, from `noisiest_directions`.
-        key_feedback, input_feedback: For rounding matrices that multiply keys minus the offset, and inputs.
+    `key_offset`, ``[e]``, is the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8
+    bits; `noise`, ``[e]``, the mean square error of the cache in each coordinate of the keys minus the offset;
+    `directions`, ``[e_v, e_v]``, are from `noisiest_directions`; the feedback is for rounding matrices that multiply
+    keys minus the offset, and inputs.
     """
 
     key_to_value: KeyToValue

@@ -29,11 +29,9 @@ OF_SLOTS: Final = "rotary tables of slots"
 
 
 class Rotation(NamedTuple):
-    """Positions and tables of one forward pass.
+    """Positions of a pass's tokens, ``[rows or 1, tokens]``, and tables.
 
     Attributes:
-        positions: Positions of this pass's tokens, ``[rows or 1, tokens]``.
-        tokens: Tables of these positions.
         keys: Tables of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: Tables of this pass's tokens counted from their suffixes' first tokens, in a shared-context cache.
         kernel: `keys` for `slim_decode`, in eager steps where it may run.

@@ -293,11 +293,9 @@ _TOKENS_AT_ONCE = 8192
 class CachedTokens(NamedTuple):
     """Tokens as they are read from a cache.
 
-    Attributes:
-        keys: ``[rows, 1, tokens, heads * head_dim]`` before norm and RoPE, less the offset; or inputs.
-        coordinates: ``[rows, 1, tokens, r]``.
-        tables: Tables of the tokens' positions; None without RoPE.
-        rotated: Keys after RoPE, less the rotated offset, where they were cached so and need no norm.
+    Keys are ``[rows, 1, tokens, heads * head_dim]`` before norm and RoPE, less the offset, or inputs; coordinates
+    ``[rows, 1, tokens, r]``; tables are of the tokens' positions, None without RoPE. `rotated` are keys after RoPE,
+    less the rotated offset, where they were cached so and need no norm.
     """
 
     keys: Tensor
