@@ -169,6 +169,8 @@ def convert_checkpoint(
             )
         staging = None
         if settings.target is not None:
+            if settings.target.expanduser().exists():  # such as ".", beside which there is no folder
+                raise InputError(f"{target} exists; name another folder, or remove it first")
             staging = unfinished(settings.target.expanduser())
             if resume and not os.path.lexists(staging):
                 note(f"hf-fastdecode: there is no unfinished conversion to {target}; starting anew")
