@@ -193,8 +193,6 @@ def pass_at_votes(
     returned, or its text; None, as for a program that crashed, has no vote.
     """
     check_m(m)
-    if draws < 2:
-        raise ValueError(f"draws must be at least 2 for a standard error, got {draws}; use 1000")
     # Samples without an output are groups of one each, which never count.
     keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
     passing, failing = group_sizes(passed, keys)
@@ -264,10 +262,6 @@ def bootstrap_interval(
     table = np.asarray(values, dtype=np.float64)
     if not table.ndim or not len(table):
         raise ValueError("an interval over problems needs at least one problem, got none")
-    if not 0 < level < 1:
-        raise ValueError(f"level must be between 0 and 1, got {level}; 0.95 is usual")
-    if resamples < 1:
-        raise ValueError(f"resamples must be at least 1, got {resamples}; 10000 are usual")
     problems = len(table)
     if problems == 1:
         unknown = np.full(table.shape[1:], np.nan)
