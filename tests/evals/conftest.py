@@ -35,7 +35,7 @@ def chosen_to_fork(name: str) -> Sandbox:
     return sandbox
 
 
-@pytest.fixture(scope="session", params=["bwrap", "unshare"])
+@pytest.fixture(scope="session", params=["bwrap", "unshare", "podman", "docker"])
 def sandbox(request: pytest.FixtureRequest) -> Sandbox:
     """Every back end that isolates on this machine."""
     return chosen(request.param)
@@ -53,7 +53,7 @@ def forking(request: pytest.FixtureRequest) -> Sandbox:
     return chosen_to_fork(request.param)
 
 
-@pytest.fixture(scope="module", params=["bwrap", "unshare", "bwrap-forks", "unshare-forks"])
+@pytest.fixture(scope="module", params=["bwrap", "unshare", "podman", "docker", "bwrap-forks", "unshare-forks"])
 def run_python(request: pytest.FixtureRequest) -> Iterator[Callable[..., Outcome]]:
     """Runs a program in every back end: in a new interpreter, or forked from a server."""
     name, _, forks = request.param.partition("-")

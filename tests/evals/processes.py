@@ -19,7 +19,8 @@ from hf_fastdecode.evals.sandbox import (
     SandboxedProcess,
     SandboxError,
 )
-from hf_fastdecode.evals.sandbox.backends import Launch, Unshare, View, children_of, processes_with
+from hf_fastdecode.evals.sandbox.backends import Unshare
+from hf_fastdecode.evals.sandbox.launch import Launch, View, children_of, processes_with
 from hf_fastdecode.evals.scoring.python import _IMPORTS
 
 

@@ -26,7 +26,8 @@ from hf_fastdecode.evals.sandbox import (
     prove_forks,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.backends import Unshare, children_of
+from hf_fastdecode.evals.sandbox.backends import Unshare
+from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import score
 from hf_fastdecode.evals.scoring.python import PythonRunner
 

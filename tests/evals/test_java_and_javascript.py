@@ -11,7 +11,7 @@ import pytest
 
 from hf_fastdecode.evals.records import Language, Task
 from hf_fastdecode.evals.sandbox import Sandbox, SandboxError
-from hf_fastdecode.evals.sandbox.backends import children_of
+from hf_fastdecode.evals.sandbox.launch import children_of
 from hf_fastdecode.evals.scoring import LANGUAGES, Result, Runner, java_and_javascript
 from hf_fastdecode.evals.scoring.java_and_javascript import Forwarder, JavaRunner
 from hf_fastdecode.evals.scoring.runner import BrokenServerError

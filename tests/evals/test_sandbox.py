@@ -24,7 +24,7 @@ from hf_fastdecode.evals.sandbox import (
     choose,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.backends import (
+from hf_fastdecode.evals.sandbox.launch import (
     Unconfined,
     memory_is_exhausted,
     usage_of,
@@ -54,6 +54,8 @@ def test_auto_takes_the_first_that_passes_the_proof(refusals: dict[str, str | No
     assert choose().name == "bwrap"
     refusals["bwrap"] = "not installed"
     assert choose().name == "unshare"
+    refusals["unshare"] = refusals["podman"] = "it reaches the network"
+    assert choose().name == "docker"
 
 
 def test_auto_never_falls_back_to_none(refusals: dict[str, str | None]) -> None:
@@ -74,18 +76,20 @@ def test_the_refusal_names_what_denies_user_namespaces(
         choose()
     (tmp_path / "kernel").mkdir()
     (tmp_path / "kernel" / "apparmor_restrict_unprivileged_userns").write_text("1\n")
-    denied = r"denies the user namespaces .*apparmor_restrict_unprivileged_userns is 1\): change that with sysctl"
+    denied = r"denies the user namespaces .*kernel\.apparmor_restrict_unprivileged_userns is 1\): .*docker or podman"
     with pytest.raises(SandboxError, match=denied):
         choose()
+    with pytest.raises(SandboxError, match=r"\(podman: Permission denied\); install bubblewrap"):
+        choose("podman")
 
 
 def test_a_named_back_end_is_used_or_refused(refusals: dict[str, str | None]) -> None:
-    assert choose("unshare").name == "unshare"
-    refusals["unshare"] = "the limit on processes does not bind"
-    with pytest.raises(SandboxError, match="unshare: the limit on processes does not bind") as error:
-        choose("unshare")
+    assert choose("podman").name == "podman"
+    refusals["podman"] = "the limit on processes does not bind"
+    with pytest.raises(SandboxError, match="podman: the limit on processes does not bind") as error:
+        choose("podman")
     assert "bwrap:" not in str(error.value)
-    with pytest.raises(ValueError, match="must be auto, bwrap, unshare, none, got 'chroot'"):
+    with pytest.raises(ValueError, match="must be auto, bwrap, unshare, podman, docker, none, got 'chroot'"):
         choose("chroot")
 
 

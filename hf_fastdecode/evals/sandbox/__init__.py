@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...log import logger
-from .backends import (
+from .backends import Bubblewrap, Container, Unshare
+from .launch import (
     SCRATCH,
     Backend,
-    Bubblewrap,
     LimitExceeded,
     Limits,
     SandboxError,
     Unconfined,
-    Unshare,
     processes_with,
     python_command,
     view_of,
@@ -73,7 +72,7 @@ class _Host:
     mark: str  # an argument of the probe itself
 
     def refusal(self, start: Callable[[], SandboxedProcess]) -> str | None:
-        before = processes_with(self.mark)
+        before = len(processes_with(self.mark))
         with start() as process:
             with contextlib.suppress(BrokenPipeError):  # it says why in place of an answer
                 process.send(json.dumps(self.job).encode() + b"\n")
@@ -88,11 +87,11 @@ class _Host:
                 return ", ".join(escapes)
             if self.canary.poll() is not None:
                 return "it kills processes of the host"
-            if processes_with(self.mark) <= before:
+            if len(processes_with(self.mark)) <= before:
                 return "its processes are not visible from here, so that their end cannot be proved"
             process.wait()
         until = time.monotonic() + _END_SECONDS
-        while lives := processes_with(self.mark) > before and time.monotonic() < until:
+        while lives := len(processes_with(self.mark)) > before and time.monotonic() < until:
             time.sleep(0.01)  # what held the sandbox ends after it
         return "a process that it left lives on" if lives else None
 
@@ -162,7 +161,10 @@ class Sandbox:
 
 _PROVING: Final = threading.Lock()
 
-BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (Bubblewrap(), Unshare(), Unconfined())}
+BACKENDS: Final[dict[str, Backend]] = {
+    backend.name: backend
+    for backend in (Bubblewrap(), Unshare(), Container("podman"), Container("docker"), Unconfined())
+}
 """Sandboxes by name; `auto` tries them in this order, but never `none`."""
 
 _SETTINGS: Final = Path("/proc/sys")
@@ -195,17 +197,17 @@ def choose(name: str = "auto", *, allow_unsafe: bool = False) -> Sandbox:
         if refusal is None:
             return Sandbox(BACKENDS[candidate])
         refusals.append(f"{candidate}: {refusal}")
-    raise SandboxError(f"no sandbox for generated programs ({'; '.join(refusals)}); {_remedy()}")
+    raise SandboxError(f"no sandbox for generated programs ({'; '.join(refusals)}); {_remedy(candidates)}")
 
 
-def _remedy() -> str:
+def _remedy(candidates: Sequence[str]) -> str:
     install = "install bubblewrap (apt install bubblewrap)"
-    for name, denying in _DENIES_USER_NAMESPACES:
+    for name, denying in _DENIES_USER_NAMESPACES if {"bwrap", "unshare"} & set(candidates) else ():
         setting = _SETTINGS / name
         if setting.exists() and setting.read_text().strip() == denying:
             install = (
                 f"this system denies the user namespaces that bwrap and unshare need ({name.replace('/', '.')} is "
-                f"{denying}): change that with sysctl"
+                f"{denying}): change that with sysctl, or install docker or podman (apt install podman)"
             )
     return f"{install}, or inside a container start that with --privileged"
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import CodeType
 from typing import IO, Any, Final, Self
 
-from .backends import (
+from .launch import (
     READY,
     Backend,
     Exceeded,
@@ -65,6 +65,7 @@ class Holder(ABC):
     stdout: IO[bytes]
     stderr: IO[bytes]
     pid: int  # of the host's process whose descendants are the sandbox's
+    kills_for_memory = False  # something else enforces the memory limit, by SIGKILL
 
     @abstractmethod
     def ended(self, *, wait: bool = False) -> Ended | None:
@@ -94,6 +95,7 @@ class Command(Holder):
         self._launch = launch
         self._ended: Ended | None = None
         self._first: list[int] = []
+        self.kills_for_memory = launch.kills_for_memory
         try:
             self._process = subprocess.Popen(
                 launch.command,
@@ -120,6 +122,7 @@ class Command(Holder):
             raise
         # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
         self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
+        self.pid = launch.holder() or self.pid
 
     def ended(self, *, wait: bool = False) -> Ended | None:
         if self._process.returncode is None:
@@ -138,6 +141,7 @@ class Command(Holder):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._first = []
+        self._launch.stop()
         self.ended(wait=True)
         self._launch.clean()
         return self._ended
@@ -278,6 +282,8 @@ class SandboxedProcess:
             pause = min(2 * pause, _POLL)
         self.exit_code = ended.code if ended.code >= 0 else 128 - ended.code
         self.kill()
+        if self._holder.kills_for_memory and self.exit_code == 128 + signal.SIGKILL:
+            raise LimitExceeded(*self.limits.memory_exceeded())
         if self.exit_code == 128 + signal.SIGXCPU:  # the kernel looked before this busy host did
             raise LimitExceeded(*self.limits.cpu_exceeded())
         return self.exit_code
