@@ -17,7 +17,6 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from torch._weights_only_unpickler import _get_allowed_globals
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, PreTrainedModel
@@ -139,11 +138,6 @@ def uncompiled_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` was called; replace it if torch has a public query."""
     return getattr(module, COMPILED_CALL) is not None
-
-
-def safe_globals() -> set[str]:
-    """Names that ``torch.load(weights_only=True)`` knows; replace it if ``torch.serialization`` lists its defaults."""
-    return set(_get_allowed_globals())
 
 
 def global_forward_hooks() -> Iterator[Callable[..., Any]]:

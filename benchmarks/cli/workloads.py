@@ -21,7 +21,6 @@ from hf_fastdecode.cli.options import (
     parse_counts,
     pick_device,
 )
-from hf_fastdecode.errors import InputError
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
@@ -74,8 +73,6 @@ def hier(
     wanted = parse_points(points)
     check_enable_options()
     model.check()
-    if task == "apps":
-        raise InputError("--task apps has no examples set apart; name embedded, mbpp or a file in MBPP's form")
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))

@@ -6,12 +6,11 @@ torch and transformers take seconds to import, so a command imports what it runs
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
 
 import typer
 
 from .. import __version__
-from .bench import Bench, bench
+from .bench import bench
 from .console import ManyValues, OneLineErrors, prints_tables
 from .convert import convert_checkpoint
 from .demo import demo
@@ -34,7 +33,7 @@ app.command()(demo)
 app.command()(generate)
 app.command("inspect", cls=ManyValues)(prints_tables(inspect))
 app.command("convert-checkpoint")(prints_tables(convert_checkpoint, "--table-format"))
-app.command(cls=Bench)(bench)
+app.command()(bench)
 app.command("lm-eval", context_settings=PASS_ON, no_args_is_help=True)(lm_eval)
 app.command("serve", context_settings=PASS_ON)(serve)
 app.command("run", context_settings=WORDS, no_args_is_help=True)(run)
@@ -57,9 +56,9 @@ def _installed(package: str) -> str:
 @app.callback(invoke_without_command=True)
 def main(
     context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
-    ] = False,
+    show_version: bool = typer.Option(
+        False, "--version", callback=_show_version, is_eager=True, help="Show the versions and exit."
+    ),
 ) -> None:
     """Fast decoding for Hugging Face Transformers where many sequences share context.
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperCommand
 
 from ..attention.torch_operators import backend_of_environment
 from ..errors import InputError
 from ..measurement.rows import Measurement, check_out, failed, provenance, run
 from ..measurement.shapes import MAX_POSITIONS, parameters
 from ..model_names import SHAPE, load_config, max_positions
-from .console import FailedCheck, moved, note, prints_tables, quiet_libraries, show_tables
+from .console import FailedCheck, note, prints_tables, quiet_libraries, show_tables
 from .evaluation.options import ModelOptions
 from .interrupts import exit_on_interrupt
 from .options import (
@@ -32,28 +31,15 @@ from .options import (
 if TYPE_CHECKING:
     import torch
 
-_MOVED: Final = ("ops", "generate", "completions", "first-calls", "profile", "sampling", "slim", "parallel")
-
-
-class Bench(TyperCommand):
-    """The command; a word that was one of its commands is answered with the new one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse commands that are in `benchmarks` now, before their options are."""
-        if args and args[0] in _MOVED:
-            raise moved(f"bench {args[0]}", args[0])
-        return super().parse_args(ctx, args)
-
 
 @prints_tables
 @expand_option_groups
 def bench(
     model: ModelOptions,
-    point: Annotated[
-        list[str] | None,
-        typer.Option(help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)] = 64,
+    point: list[str] | None = typer.Option(
+        None, help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"
+    ),
+    new_tokens: int = typer.Option(64, help="Tokens drawn for each sample.", min=2),
     mode: Mode = "auto",
     sampler: Sampler = "auto",
     repeats: Repeats = 3,

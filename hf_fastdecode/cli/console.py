@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TextIO
 
 import typer
+from tqdm import tqdm
 from typer.core import TyperCommand, TyperGroup
 
 from ..errors import InputError, one_line
@@ -110,10 +111,6 @@ def _option(match: re.Match[str]) -> str:
     if value in ("True", "False"):
         return option if value == "True" else f"--no-{option[2:]}"
     return option if value is None else f"{option} {value.strip(chr(34) + chr(39))}"
-
-
-def moved(before: str, now: str) -> InputError:
-    return InputError(f"`hf-fastdecode {before}` is `python -m benchmarks {now}` now, in a clone of the repository")
 
 
 def note(text: object) -> None:
@@ -264,17 +261,12 @@ def quiet_libraries(*, warnings: bool = False) -> Iterator[None]:
 @contextmanager
 def progress_bar(title: str, steps: int) -> Iterator[Callable[[int], None]]:
     """A function that moves a bar on stderr to the number of steps done; it does nothing if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    with tqdm(total=steps, desc=title, unit="token", disable=None, leave=False, mininterval=0.25) as bar:
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Few refreshes: they take time from what is being timed.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=4) as progress:
-        task = progress.add_task(f"{title}: prefill", total=steps)
-        yield lambda done: progress.update(task, completed=done + 1, description=f"{title}: tokens")
+        def on_step(done: int) -> None:
+            bar.update(done + 1 - bar.n)
+
+        yield on_step
 
 
 _FORMATS: Final = ("auto", "text", "markdown")

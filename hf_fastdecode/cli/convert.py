@@ -21,7 +21,7 @@ from ..dtypes import parse_dtype, short_dtype
 from ..errors import InputError, one_line
 from .console import FailedCheck, bytes_text, note, quiet_libraries, show_tables
 from .interrupts import exit_on_interrupt
-from .options import MODEL, check_choice, expand_option_groups
+from .options import MODEL, check_choice, expand_option_groups, option
 
 if TYPE_CHECKING:
     from ..patches.config_base import Rope
@@ -34,59 +34,44 @@ _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2
 class CacheOptions:
     """Caches of the layers of a slim checkpoint, and the text that they are measured on."""
 
-    plan: Annotated[
-        str,
-        typer.Option(
-            help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone. `kv`: "
-            "keys and values. `x` (GPT-2, OPT): the layer's inputs. Or a JSON file: a slim config.json, a report, or "
-            'a list of {"plan": "k", "k+r", "kv" or "x", "rank": ...} per layer. Encoder-decoder models: `e`, keys '
-            "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
-            "inputs instead of keys; lists alternate self-attention and cross-attention of each layer."
-        ),
-    ] = "auto"
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            help="V-coordinates beside the keys, in every layer, instead of --plan.", show_default="as planned"
-        ),
-    ] = None
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            help="Largest error of a layer's output, as a multiple of the error with keys and values in the model's "
-            "dtype (for 8-bit caches: in int8). Applies to `auto`, and to 8-bit caches of any plan."
-        ),
-    ] = 2.0
-    cache_dtype: Annotated[
-        str,
-        typer.Option(
-            help="Dtype of slim caches. `auto`: fp16 for models in bfloat16, else the model's. `fp16`, `bf16`: this "
-            "one; layers whose keys come near the end of its range keep keys and values. `int8`, `fp8`, with a scale "
-            "per token and head: in layers that stay within --tolerance; others as with `auto`."
-        ),
-    ] = "auto"
-    rope: Annotated[
-        str,
-        typer.Option(
-            help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
-            "RoPE, with their positions, for arbitrary position_ids; slower."
-        ),
-    ] = "raw"
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 text to measure layers on, typical of what the model will read; the first 1,024 tokens "
-            "are used. For Whisper a .safetensors file with input_features, [1, bands, frames], beside --transcript.",
-            show_default="built-in English and Python; synthetic features",
-        ),
-    ] = None
-    transcript: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 text of what is said in the features of --calibration, which Whisper's decoder reads.",
-            show_default="built-in English and Python",
-        ),
-    ] = None
+    plan: str = option(
+        "auto",
+        help="`auto`: per layer the smallest cache within --tolerance. `k`: keys alone. `kv`: "
+        "keys and values. `x` (GPT-2, OPT): the layer's inputs. Or a JSON file: a slim config.json, a report, or "
+        'a list of {"plan": "k", "k+r", "kv" or "x", "rank": ...} per layer. Encoder-decoder models: `e`, keys '
+        "for self-attention and nothing for cross-attention, which reads the encoder's output; `x`, the same with "
+        "inputs instead of keys; lists alternate self-attention and cross-attention of each layer.",
+    )
+    rank: int | None = option(
+        None, help="V-coordinates beside the keys, in every layer, instead of --plan.", show_default="as planned"
+    )
+    tolerance: float = option(
+        2.0,
+        help="Largest error of a layer's output, as a multiple of the error with keys and values in the model's "
+        "dtype (for 8-bit caches: in int8). Applies to `auto`, and to 8-bit caches of any plan.",
+    )
+    cache_dtype: str = option(
+        "auto",
+        help="Dtype of slim caches. `auto`: fp16 for models in bfloat16, else the model's. `fp16`, `bf16`: this "
+        "one; layers whose keys come near the end of its range keep keys and values. `int8`, `fp8`, with a scale "
+        "per token and head: in layers that stay within --tolerance; others as with `auto`.",
+    )
+    rope: str = option(
+        "raw",
+        help="`raw`: cache keys before RoPE, and rotate them when they are read. `unrotate`: cache them after "
+        "RoPE, with their positions, for arbitrary position_ids; slower.",
+    )
+    calibration: Path | None = option(
+        None,
+        help="UTF-8 text to measure layers on, typical of what the model will read; the first 1,024 tokens "
+        "are used. For Whisper a .safetensors file with input_features, [1, bands, frames], beside --transcript.",
+        show_default="built-in English and Python; synthetic features",
+    )
+    transcript: Path | None = option(
+        None,
+        help="UTF-8 text of what is said in the features of --calibration, which Whisper's decoder reads.",
+        show_default="built-in English and Python",
+    )
 
     def refuse_for_full(self, *, verify: bool) -> None:
         """Refuse options that do nothing when a slim checkpoint is converted back."""
@@ -104,24 +89,22 @@ def convert_checkpoint(
     target: Annotated[
         Path | None, typer.Argument(help="Folder to make; it must not exist. Not needed with --dry-run.")
     ] = None,
-    form: Annotated[
-        str, typer.Option("--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one.")
-    ] = "slim",
+    form: str = typer.Option(
+        "slim", "--format", help="`slim`; or `full`: back from a slim checkpoint to an ordinary one."
+    ),
     *,
     caches: CacheOptions,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or `auto`: the source's.")] = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and report; write nothing.")] = False,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on "
-            "the calibration text; if they differ too much, write no target (exit code 1).",
-        ),
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest size of a weight file, such as 500MB or 2GiB.")] = "5GB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    dtype: str = typer.Option("auto", help="float32, bfloat16, float16, or `auto`: the source's."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Measure and report; write nothing."),
+    verify: bool = typer.Option(
+        False,
+        "--verify",
+        help="Load both models whole, the ordinary one in fp64 (8 bytes per weight), and compare their logits on "
+        "the calibration text; if they differ too much, write no target (exit code 1).",
+    ),
+    resume: bool = typer.Option(False, "--resume", help="Continue an interrupted conversion."),
+    max_shard_size: str = typer.Option("5GB", help="Largest size of a weight file, such as 500MB or 2GiB."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as one JSON object."),
 ) -> None:
     """Make a slim checkpoint of a multi-head model: it caches about half the bytes of keys and values.
 
@@ -186,7 +169,7 @@ def convert_checkpoint(
             )
         staging = None
         if settings.target is not None:
-            if settings.target.expanduser().exists():
+            if settings.target.expanduser().exists():  # such as ".", beside which there is no folder
                 raise InputError(f"{target} exists; name another folder, or remove it first")
             staging = unfinished(settings.target.expanduser())
             if resume and not os.path.lexists(staging):

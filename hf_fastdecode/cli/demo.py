@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 
@@ -18,7 +18,6 @@ from .options import (
     Seed,
     Temperature,
     TopP,
-    check_count,
     check_device,
     check_enable_options,
     pick_device,
@@ -28,19 +27,20 @@ from .options import (
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""
 
+_SHOWN: Final = 5  # completions, best mean log-probability first
+
 SHOTS: Final = 9
 """Solved examples before a task by default."""
 
 
 def demo(
-    n: Annotated[int, typer.Option(help="Completions to draw.")] = 32,
-    shots: Annotated[int, typer.Option(help="Solved examples before the task, of about 150 tokens each.")] = SHOTS,
+    n: int = typer.Option(32, help="Completions to draw."),
+    shots: int = typer.Option(SHOTS, help="Solved examples before the task, of about 150 tokens each."),
     max_new_tokens: MaxNewTokens = 96,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = 0,
-    task_id: Annotated[int, typer.Option(help="One of the embedded tasks.")] = DEFAULT_TASK,
-    best: Annotated[int, typer.Option(help="Completions to show, best mean log-probability first.")] = 5,
+    task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
     device: Device = "auto",
 ) -> None:
     """Compare stock and shared decoding on the embedded model. Needs no download.
@@ -54,12 +54,11 @@ def demo(
 
         hf-fastdecode demo
         hf-fastdecode demo --n 128 --shots 12
-        hf-fastdecode demo --task-id 117 --seed 3 --best 10
+        hf-fastdecode demo --task-id 117 --seed 3
     """
     sampling = SamplingOptions(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     ).sampling()
-    check_count("best", best)
     check_enable_options()
     check_device(device)
     (task,) = pick_tasks([task_id], shots)
@@ -77,7 +76,7 @@ def demo(
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, machine=machine(target), model=name, best=best))
+    Console().print(demo_text(found, machine=machine(target), model=name, best=_SHOWN))
     if busy and target.type == "cpu":
         print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
     print(_next_steps(Path(sys.executable)))

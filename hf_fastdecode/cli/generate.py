@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TextIO
 
 import typer
 
@@ -35,46 +35,35 @@ from .options import (
 def generate(
     *,
     model: Model = "embedded",
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A prompt; repeat it for more, which are padded on the left.")
-    ] = None,
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A UTF-8 text file: one prompt, taken verbatim; repeat it for more, which are padded on the left. "
-            "Without any prompt: stdin."
-        ),
-    ] = None,
-    task_id: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="The few-shot prompt of this embedded task, which the embedded model completes; repeat it for more."
-        ),
-    ] = None,
-    shots: Annotated[
-        int | None, typer.Option(help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS))
-    ] = None,
+    prompt: list[str] | None = typer.Option(None, help="A prompt; repeat it for more, which are padded on the left."),
+    prompt_file: list[Path] | None = typer.Option(
+        None,
+        help="A UTF-8 text file: one prompt, taken verbatim; repeat it for more, which are padded on the left. "
+        "Without any prompt: stdin.",
+    ),
+    task_id: list[int] | None = typer.Option(
+        None, help="The few-shot prompt of this embedded task, which the embedded model completes; repeat it for more."
+    ),
+    shots: int | None = typer.Option(
+        None, help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS)
+    ),
     drawing: SamplingOptions,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A string that ends a completion and is cut off; repeat it for more.")
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for others."
-        ),
-    ] = "auto",
+    stop: list[str] | None = typer.Option(
+        None, help="A string that ends a completion and is cut off; repeat it for more."
+    ),
+    dtype: str = typer.Option(
+        "auto",
+        help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for others.",
+    ),
     device: Device = "auto",
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
-            "(natural log, of the model's probabilities), finish (stop or length).",
-        ),
-    ] = False,
+    as_json: bool = typer.Option(
+        False,
+        "--json",
+        help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
+        "(natural log, of the model's probabilities), finish (stop or length).",
+    ),
     how: EnableOptions,
-    explain: Annotated[bool, typer.Option("--explain", help="Tell on stderr which path ran and why.")] = False,
+    explain: bool = typer.Option(False, "--explain", help="Tell on stderr which path ran and why."),
 ) -> None:
     """Draw completions of prompts with any model that generates text.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -62,26 +62,27 @@ Plot = Annotated[bool, typer.Option("--plot", help="Also draw pictures beside th
 CsvFile = Annotated[Path, typer.Option(help="CSV file to write.")]
 
 
+def option(default: Any, *names: str, **about: Any) -> Any:
+    """A field of a group: an option with typer's arguments, which `expand_option_groups` reads."""
+    return field(default=default, metadata={"option": typer.Option(*names, **about)})
+
+
 @dataclass(frozen=True, kw_only=True)
 class EnableOptions:
     stock: Stock = False
     mode: Mode = "auto"
-    backend: Annotated[
-        str, typer.Option(help="What attends in a step: auto, triton, flash, cudnn, efficient, cpu or plain.")
-    ] = "auto"
+    backend: str = option("auto", help="What attends in a step: auto, triton, flash, cudnn, efficient, cpu or plain.")
     sampler: Sampler = "auto"
-    fuse_projections: Annotated[
-        str,
-        typer.Option(help="Compute products of one input together, in captured steps: auto, true or false."),
-    ] = "auto"
-    max_rows: Annotated[
-        int | None, typer.Option(help="Most completions drawn at once; the others wait.", show_default="all that fit")
-    ] = None
+    fuse_projections: str = option(
+        "auto", help="Compute products of one input together, in captured steps: auto, true or false."
+    )
+    max_rows: int | None = option(
+        None, help="Most completions drawn at once; the others wait.", show_default="all that fit"
+    )
 
-    min_saved_tokens: Annotated[
-        str,
-        typer.Option(help="Calls in which sharing saves fewer tokens than this run stock; auto estimates."),
-    ] = "auto"
+    min_saved_tokens: str = option(
+        "auto", help="Calls in which sharing saves fewer tokens than this run stock; auto estimates."
+    )
 
     def arguments(self) -> dict[str, Any] | None:
         """Arguments of `enable`, checked; None to run stock."""
@@ -137,21 +138,17 @@ class Sampling:
 class SamplingOptions:
     """Options of drawing, in which None stands for one that was not given."""
 
-    n: Annotated[int | None, typer.Option(help="Completions of each prompt.", show_default="4, with --greedy 1")] = (
-        None
-    )
+    n: int | None = option(None, help="Completions of each prompt.", show_default="4, with --greedy 1")
     max_new_tokens: MaxNewTokens = 128
     temperature: Temperature = None
     top_p: TopP = None
-    top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
-            "tail without a word.",
-            show_default="0",
-        ),
-    ] = None
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token at each step.")] = False
+    top_k: int | None = option(
+        None,
+        help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
+        "tail without a word.",
+        show_default="0",
+    )
+    greedy: bool = option(False, "--greedy", help="Take the most likely token at each step.")
     seed: Seed = 0
 
     def sampling(self) -> Sampling:
@@ -197,16 +194,17 @@ def with_options(command: Callable[..., None], options: Iterable[Parameter]) -> 
 
 def _options_of(group: Any) -> Iterator[Parameter]:
     types = get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        if is_dataclass(kind := types[field.name]):
+    for one in fields(group):
+        if is_dataclass(kind := types[one.name]):
             yield from _options_of(kind)
-        else:
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kind)
+            continue
+        kind = Annotated[kind, one.metadata["option"]] if "option" in one.metadata else kind
+        yield Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=kind)
 
 
 def _made(group: Any, given: dict[str, Any]) -> Any:
     types = get_type_hints(group, include_extras=True)
-    kinds = {field.name: types[field.name] for field in fields(group)}
+    kinds = {one.name: types[one.name] for one in fields(group)}
     return group(**{n: _made(kind, given) if is_dataclass(kind) else given.pop(n) for n, kind in kinds.items()})
 
 

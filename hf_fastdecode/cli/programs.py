@@ -253,10 +253,10 @@ def run(
     context: typer.Context,
     options: EnableOptions,
     program: Annotated[str, typer.Argument(help="A script's path, a command such as `trl`, or with `-m` a module.")],
-    module: Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a module, as in `python -m`.")] = False,
-    reuse_prefix: Annotated[
-        bool, typer.Option("--reuse-prefix", help="Keep what prompts begin with from call to call, up to 2 GiB.")
-    ] = False,
+    module: bool = typer.Option(False, "-m", "--module", help="PROGRAM is a module, as in `python -m`."),
+    reuse_prefix: bool = typer.Option(
+        False, "--reuse-prefix", help="Keep what prompts begin with from call to call, up to 2 GiB."
+    ),
 ) -> None:
     """Run a Python program with the models that it loads enabled.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_fastdecode.files import write_json
+from hf_fastdecode.measurement.figures import new_figure, save
 from hf_fastdecode.model_loading import has_no_vocabulary
 
 from ..patches.layers.family import Family, language_config, longest_contexts
@@ -37,20 +38,10 @@ _FEATURES: Final = ".safetensors"
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a conversion.
+    """Settings of a conversion: the options of ``convert-checkpoint``, with their defaults.
 
-    Attributes:
-        source: A folder, an id on the Hugging Face Hub, or ``embedded``.
-        target: Folder to make; None to measure only.
-        format: ``slim``, or ``full`` to convert a slim checkpoint back.
-        choice: How the layers' caches are chosen.
-        dtype: Dtype of the result; None for the source's dtype.
-        calibration: UTF-8 text, or None for the built-in one. For Whisper, a ``.safetensors`` file with
-            ``input_features`` instead; without it, features are synthetic.
-        transcript: UTF-8 text that is spoken in these features, or None for the built-in text.
-        verify: Whether to compare logits before the result is published.
-        resume: Whether to continue an interrupted conversion.
-        shard_bytes: Most bytes in a shard.
+    `source` is a folder, an id on the Hugging Face Hub, or ``embedded``; `target` None measures only; `dtype` None is
+    that of the source, `calibration` and `transcript` None the built-in text, and for Whisper synthetic features.
     """
 
     source: str
@@ -336,14 +327,10 @@ def _load(checkpoint: tuple[Path, Any], dtype: torch.dtype, loader: Any) -> PreT
 
 def draw_report(report: dict[str, Any], path: Path) -> None:
     """Draw, per layer, the condition number of ``W_K`` and the output errors of measured caches, to a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     layers, measured = report["layers"], [layer["measured"] for layer in report["layers"]]
     indices = list(range(len(layers)))
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
+    figure, (above, below) = new_figure(2, 1, (8, 7))
+    above.sharex(below)
     above.bar(indices, [one["condition"] or float("nan") for one in measured], color="#3b6fb6")
     above.set_yscale("log")
     above.set_ylabel("condition number of $W_K$")
@@ -372,8 +359,7 @@ def draw_report(report: dict[str, Any], path: Path) -> None:
     below.set_xlabel("layer")
     below.xaxis.get_major_locator().set_params(integer=True)
     below.legend()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _error_of_keys(measured: Mapping[str, Any]) -> float:

@@ -56,19 +56,14 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """Rule by which layers' caches are chosen.
+    """Rule by which layers' caches are chosen, see `to_slim`.
 
     Attributes:
-        plan: ``auto``, ``k``, ``kv``; without RoPE also ``x``, inputs, and the encoder's output for cross-attention;
-            for encoder-decoder models also ``e``, keys for self-attention and the encoder's output for
-            cross-attention (option 2 of the paper); or a tuple of plan and rank per layer.
-        rank: V-coordinates beside the keys of every layer, instead of a plan; None to use `plan`.
+        plan: Also, for encoder-decoder models, ``x``, the inputs of self-attention, and ``e``, keys for self-attention
+            (option 2 of the paper); cross-attention then reads the encoder's output.
         tolerance: For ``auto`` and for 8 bits: largest acceptable output error, as a multiple of that of an ordinary
             cache; for 8 bits of that of keys and values in int8.
-        cache_dtype: Dtype of keys and V-coordinates, one of `CACHE_DTYPES`, in any spelling that `parse_dtype` takes.
-            ``auto`` depends on the model's dtype; ``fp8`` and ``int8`` are for layers where they are accurate enough,
-            and for inputs too.
-        rope: ``raw`` caches keys before RoPE, ``unrotate`` after it.
+        cache_dtype: One of `CACHE_DTYPES`, in any spelling that `parse_dtype` takes, or ``auto``.
     """
 
     plan: NamedPlan | tuple[tuple[str, int], ...] = AUTO

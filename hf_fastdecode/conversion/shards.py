@@ -39,12 +39,9 @@ class ShardWriter:
     """Writes groups of tensors, in order, to shards of at most `limit` bytes for the new folder `target`.
 
     A larger tensor is a separate shard. A shard begins with a group, from which a conversion of the same `settings`
-    can be resumed.
-
-    Raises:
-        CheckpointError: The target exists; another process writes it; a file is in place of the staging folder; or an
-            interrupted conversion is there that is not to be resumed, has other settings, is damaged, or was begun by
-            another version of this package.
+    can be resumed. A CheckpointError where the target exists, another process writes it, a file is in place of the
+    staging folder, or an interrupted conversion is there that is not to be resumed, has other settings, is damaged, or
+    was begun by another version of this package.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:

@@ -90,15 +90,11 @@ def encoder_decoder_caches(
 ) -> list[CacheSize]:
     """The caches of Slim attention, section 7, for self-attention and cross-attention together.
 
-    - Keys and values.
-    - Option 1: keys, for multi-head attention.
-    - Option 2: the encoder's output E, once for all cross-attention layers. For self-attention keys; or its inputs
-      where these are narrower and there is no RoPE (section 6); or keys and values, where heads are grouped. It is
-      counted with E on chip, as in the paper, and with E read from memory by every layer.
-    - Keys and values in int8.
-
-    Arguments and errors are as of `decoder_caches`; `context` is the decoder's, `encoder_tokens` are those of E, and
-    `matrices` are the decoder's, cross-attention's included.
+    Keys and values; option 1, keys, for multi-head attention; option 2, the encoder's output E, once for all
+    cross-attention layers, on chip as in the paper, or read from memory by every layer; keys and values in int8.
+    Beside E, self-attention caches keys; or its inputs where these are narrower and there is no RoPE (section 6); or
+    keys and values, where heads are grouped. Arguments and errors are as of `decoder_caches`; `context` is the
+    decoder's, `encoder_tokens` are those of E, and `matrices` are the decoder's, cross-attention's included.
     """
     counted, size = KVSizes.of_decoder(config), dtype.itemsize
     shape = counted.same

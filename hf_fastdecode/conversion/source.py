@@ -1,7 +1,6 @@
 """Find a checkpoint, and read it tensor by tensor, from files of safetensors or of PyTorch, sharded or not.
 
-Files of `torch.save` are read without running code. torch's safe loader does not always name the global that it
-refuses, so a refused file is unpickled into inert objects, to name what it would run.
+Files of `torch.save` are read without running code.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ import shutil
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_fastdecode._compat import loaded_name, loading_names, safe_globals
+from hf_fastdecode._compat import loaded_name, loading_names
 
 from ..errors import one_line
 from ..model_names import EMBEDDED, base_of, load_config, local_folder
@@ -96,20 +94,10 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # about protocols, beside the error
             content = torch.load(file, map_location="cpu", weights_only=True, mmap=bool(archive))
     except pickle.UnpicklingError as error:
-        pickled = next((name for name in archive if name.endswith("/data.pkl")), None)
-        with zipfile.ZipFile(file).open(pickled) if pickled else file.open("rb") as stream:
-            protocol, unsafe = _scan_pickles(stream)
-        if unsafe:
-            raise CheckpointError(
-                f"{file} is a pickle that would run code: it names {unsafe[0]}, and was not loaded; take weights in "
-                "safetensors, or from a source you trust"
-            ) from error
-        if protocol > 2:
-            raise CheckpointError(
-                f"{file} is in pickle protocol {protocol}, of which torch's safe loader reads 2; take weights in "
-                "safetensors, or save them again as torch.save does by default"
-            ) from error
-        raise
+        raise CheckpointError(
+            f"torch's safe loader refuses {file}: it is cut off or damaged, would run code, or has another protocol "
+            "than torch.save's default; take weights in safetensors"
+        ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{file} holds a {type(content).__name__}, not tensors by their names; save the model's state_dict()"
@@ -119,40 +107,6 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
         if one.layout is not torch.strided:
             raise CheckpointError(f"{name} in {file} is stored as {one.layout}; save it dense (to_dense())")
     return tensors
-
-
-class _Inert:
-    """Replaces every global of a scanned pickle, so that unpickling executes nothing."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    append = extend = add = __setitem__ = __setstate__ = __init__
-
-
-class _Scanner(pickle.Unpickler):
-    """Collects the globals in pickles, such as ``os.system``, that torch's safe loader does not know."""
-
-    def __init__(self, stream: IO[bytes], unsafe: list[str]) -> None:
-        super().__init__(stream)
-        self.known, self.unsafe = safe_globals(), unsafe
-
-    def find_class(self, module: str, name: str) -> type[_Inert]:
-        if (found := f"{module}.{name}") not in self.known:
-            self.unsafe.append(found)
-        return _Inert
-
-    def persistent_load(self, identity: Any) -> _Inert:
-        return _Inert()
-
-
-def _scan_pickles(stream: IO[bytes]) -> tuple[int, list[str]]:
-    """The protocol of a file's first pickle, 0 for other formats, and the globals that would run code."""
-    begin, unsafe = stream.read(2), list[str]()
-    stream.seek(0)
-    with suppress(Exception):  # no further pickle, such as the data after those of old files
-        for _ in range(5):  # files of old versions: number, protocol, system, tensors, keys
-            _Scanner(stream, unsafe).load()
-    return begin[1] if begin[:1] == pickle.PROTO else 0, unsafe
 
 
 def _is_report(content: Any) -> bool:
@@ -168,12 +122,9 @@ class Checkpoint:
     """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
     Tensors are read on demand; files are memory-mapped, except PyTorch's old format. Raises InputError where there is
-    no config that transformers reads, CheckpointError where a file is missing or damaged.
-
-    Attributes:
-        locations: File of each tensor and its name there, by its name in the model.
-        tied: Names of tensors that the config's model ties to others, with the others' names; set by `check`.
-        left_out: Names of tensors that the config's model neither has nor had in old releases; set by `check`.
+    no config that transformers reads, CheckpointError where a file is missing or damaged. `locations` has the file of
+    each tensor and its name there, by its name in the model. `check` finds names of tensors that the model ties to
+    others, with those (`tied`), and of tensors that it neither has nor had in old releases (`left_out`).
     """
 
     def __init__(self, folder: Path) -> None:

@@ -83,12 +83,8 @@ def measure_sparsity(
 
     Args:
         model: A slim model, on any device. Of multimodal models the language model is measured, on text.
-        threshold: Threshold to measure, at least 0 and below 1.
-        calibration: Token ids of a text typical of what the model will read, ``[tokens]``; the first are used, as many
-            as the model's context or sliding window holds. If None, a built-in text of English and Python, encoded by
-            `tokenizer`.
-        features: For Whisper, as in `to_slim`.
-        tokenizer: The model's tokenizer.
+        threshold: At least 0 and below 1.
+        calibration, features, tokenizer: As in `to_slim`.
 
     Raises:
         ValueError: The model has no slim layers or no head, the threshold is out of its bounds, or there is no usable

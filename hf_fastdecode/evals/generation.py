@@ -246,9 +246,8 @@ def generate_samples(
     """Draw the samples of a run that its folder does not hold yet, and return how many were drawn.
 
     Of a `shared` run, those that no other process draws; it ends when all are drawn. An interrupted run loses the unit
-    in progress. Started again, it draws the same samples as an uninterrupted run on the same device and versions. An
-    InputError where the folder belongs to another run, another process draws into it and the run is not shared, or the
-    rows of a call do not fit into memory.
+    in progress, and goes on as if it had not been. An InputError where the folder belongs to another run, another
+    process draws into it and the run is not shared, or the rows of a call do not fit into memory.
     """
     claim_folder(folder, settings, provenance or {})
     ids = [task.task_id for task in tasks]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -146,36 +147,20 @@ def read_verdicts(path: Path) -> list[Verdict]:
 
 
 def _record(kind: type[SampleOrVerdict], record: Record) -> SampleOrVerdict:
-    line, name, given = record.fields, kind.__name__.lower(), {}
+    line, given = record.fields, dict[str, Any]()
     for field in fields(kind):
-        if field.name in line:
-            given[field.name] = value = line[field.name]
-            wanted, is_right = _KINDS[field.name]
-            null = ", or null" if field.default is None else ""
-            if not is_right(value) and not (null and value is None):
-                got = shown(value)
-                raise record.error(f"{field.name} of a {name} must be {wanted}{null}, got {got}; mend that line")
-        elif field.default is MISSING:
-            got = shown(", ".join(sorted(line)) or "none")
-            needed = f"a {name} must have the field {field.name!r}"
-            raise record.error(f"{needed}, got only {got}; mend or delete that line")
+        wanted = _KINDS[field.name]
+        value = line.get(field.name, None if field.default is MISSING else field.default)
+        if not isinstance(value, wanted) and (value is not None or field.default is not None):
+            got = shown(value) if field.name in line else f"only {shown(', '.join(sorted(line)) or 'none')}"
+            name = f"{field.name} of a {kind.__name__.lower()}"
+            raise record.error(f"{name} must be of type {wanted.__name__}, got {got}; mend or delete that line")
+        given[field.name] = value
     return kind(**given)
 
 
-def _is_number(value: Any, *kinds: type) -> bool:
-    return type(value) in kinds and -math.inf < value < math.inf  # True and False are of type bool
-
-
-_KINDS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    **dict.fromkeys(
-        ("task_id", "completion", "status", "detail", "outputs"), ("a text", lambda value: isinstance(value, str))
-    ),
-    **dict.fromkeys(
-        ("sum_logp", "sum_processed_logp"),
-        ("a finite number of at most 0", lambda value: _is_number(value, int, float) and value <= 0),
-    ),
-    **dict.fromkeys(
-        ("index", "tokens", "thought_tokens"),
-        ("a whole number of at least 0", lambda value: _is_number(value, int) and value >= 0),
-    ),
+_KINDS: Final[dict[str, type]] = {
+    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), str),
+    **dict.fromkeys(("index", "tokens", "thought_tokens"), int),
+    **dict.fromkeys(("sum_logp", "sum_processed_logp"), Real),
 }

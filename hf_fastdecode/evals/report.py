@@ -5,8 +5,6 @@ The two are measured separately and joined by n only.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections import Counter
@@ -19,8 +17,16 @@ import numpy as np
 
 from ..errors import InputError
 from ..files import read_rows
-from .metrics import RANKERS, Deduplicate, Pool, Ranker, build_pools, pass_at_ranker
-from .metrics.estimates import bootstrap_interval, powers_of_two
+from .metrics import (
+    RANKERS,
+    Deduplicate,
+    Pool,
+    Ranker,
+    bootstrap_interval,
+    build_pools,
+    pass_at_ranker,
+    powers_of_two,
+)
 from .records import Latency, Mode, Sample, Verdict, Way, read_samples, read_verdicts, thoughts_line
 from .run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 
@@ -90,67 +96,40 @@ def _curve(ranker: Ranker, pools: Sequence[Pool], ns: Sequence[int], m: int | No
 
 _COUNTS: Final = ("n", "peak_bytes", "runs")
 _SECONDS: Final = tuple(field.name for field in fields(Latency) if field.default is math.nan)
-_REQUIRED: Final = ("way", "mode", "n", "device", "last_sample_s")
 _SUBJECT: Final = ("model", "dtype", "task")
-_ONE_OF_EACH: Final = (*_SUBJECT, "format", "temperature", "top_p", "prompt_tokens", "new_tokens")
-"""Further columns, in which all rows that have them must agree: a folder is about one model and one task."""
 
 
 def read_latency(path: Path) -> tuple[Latency, ...]:
-    """The rows of ``latency.csv``, sorted by device, way, mode and n.
+    """The rows of ``latency.csv``, sorted by device, way, mode and n; an InputError for a file of another kind.
 
     The column ``way`` is ``stock``, ``shared``, or ``shared:MODE`` where a mode was asked for by name. Where two ways
     ran in the same mode, the later row with measurements counts.
     """
     try:
-        reader = csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no UTF-8 text; remove it and time again") from error
-    columns = reader.fieldnames or ()
-    if missing := [name for name in _REQUIRED if name not in columns]:
-        raise InputError(f"{path} must have the columns {', '.join(_REQUIRED)}, got none named {missing[0]!r}")
-    lines = list(reader)
+        found = [_latency_row(line) for line in read_rows(path)]
+    except (KeyError, ValueError) as error:  # of the encoding too
+        raise InputError(f"{path} is not a table of `eval latency` ({error}); remove it and time again") from error
+    ways, modes = get_args(Way), get_args(Mode)
     rows: dict[tuple[Any, ...], Latency] = {}
-    asked: set[tuple[Any, ...]] = set()
-    for number, line in enumerate(lines, 2):
-        row = _latency_row(path, number, line)
-        key = row.device, row.way, row.mode, row.n
-        if (line["way"], *key) in asked:
-            raise InputError(
-                f"{path}: there are two rows of {line['way']}, {row.mode}, n = {row.n} on {row.device}; remove one"
-            )
-        asked.add((line["way"], *key))
+    for row in found:
+        key = row.device, ways.index(row.way), modes.index(row.mode), row.n
         if row.status == "ok" or key not in rows:
             rows[key] = row
-    for name in _ONE_OF_EACH:
-        if len(values := sorted({line[name] for line in lines if line.get(name)})) > 1:
-            raise InputError(f"{path}: rows are of {name} {values[0]} and {values[1]}; keep those of one in a folder")
-    ways, modes = get_args(Way), get_args(Mode)
-    return tuple(
-        sorted(rows.values(), key=lambda row: (row.device, ways.index(row.way), modes.index(row.mode), row.n))
-    )
+    return tuple(rows[key] for key in sorted(rows))
 
 
-def _latency_row(path: Path, number: int, line: Mapping[str, str]) -> Latency:
-    def wrong(name: str, wanted: str) -> InputError:
-        return InputError(f"{path}, line {number}: {name} must be {wanted}, got {line.get(name)!r}")
-
-    values: dict[str, Any] = {"way": line["way"].partition(":")[0], "mode": line["mode"], "device": line["device"]}
-    for name, known in (("way", get_args(Way)), ("mode", get_args(Mode))):
-        if values[name] not in known:
-            raise wrong(name, f"one of {', '.join(known)}")
-    values["status"] = line.get("status") or "ok"
+def _latency_row(line: Mapping[str, str]) -> Latency:
+    values: dict[str, Any] = {name: line[name] for name in ("way", "mode", "device")}
+    values |= {"way": values["way"].partition(":")[0], "status": line.get("status") or "ok"}
     for name in (*_COUNTS, *_SECONDS):
         if line.get(name):
-            try:
-                values[name] = int(line[name]) if name in _COUNTS else float(line[name])
-            except ValueError:
-                raise wrong(name, "a whole number" if name in _COUNTS else "a number") from None
-    if values.get("n", 0) < 1:
-        raise wrong("n", "a whole number of at least 1")
-    if values["status"] == "ok" and not 0 < values.get("last_sample_s", 0) < math.inf:
-        raise wrong("last_sample_s", "above 0 seconds where the status is ok")
-    return Latency(**values)
+            values[name] = int(line[name]) if name in _COUNTS else float(line[name])
+    row = Latency(n=values.pop("n"), **values)
+    if row.way not in get_args(Way) or row.mode not in get_args(Mode) or row.n < 1:
+        raise ValueError(f"no way, mode and number of samples: {row.way}, {row.mode}, {row.n}")
+    if row.status == "ok" and not 0 < row.last_sample_s < math.inf:
+        raise ValueError(f"last_sample_s is {row.last_sample_s} at n = {row.n}")
+    return row
 
 
 @dataclass(frozen=True)
@@ -247,13 +226,9 @@ def report(
 ) -> Report:
     """Read a run folder and compute everything that is shown of it.
 
-    Files of the folder, each of which may be missing:
-
-    - ``samples.jsonl`` and ``verdicts.jsonl``: `Sample` and `Verdict` as JSON lines; without verdicts, latency only.
-    - ``latency.csv``: rows of `Latency`; without it, accuracy only.
-    - ``settings.json``: an object with the settings of the run; ``model`` and ``task`` stand in titles.
-
-    A ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
+    Each of its files may be missing: ``samples.jsonl`` and ``verdicts.jsonl`` (without verdicts, latency only),
+    ``latency.csv`` (without it, accuracy only), and ``settings.json``, whose ``model`` and ``task`` stand in titles. A
+    ranking may run `m` candidates; without `m` there are no rankings, as for samples without log-probabilities. By
     default `ks` are the powers of two up to the smallest pool, its size, and the n that were timed. An InputError says
     what is missing or wrong.
     """

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ..measurement.figures import COLOURS, panel_axes, plain_numbers, powers_of_two
 from .metrics import Ranker
 from .report import SHOWN, Accuracy, Line, Report, accuracy_within, fastest, points
 
 _SIDES: Final[dict[str, dict[str, Any]]] = {
-    "l": {"xytext": (-5, 0), "ha": "right", "va": "center"},
-    "r": {"xytext": (5, 0), "ha": "left", "va": "center"},
-    "a": {"xytext": (0, 5), "ha": "center", "va": "bottom"},
-    "b": {"xytext": (0, -5), "ha": "center", "va": "top"},
-    "A": {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
-    "B": {"xytext": (4, -3), "ha": "left", "va": "top"},
+    "shared": {"xytext": (-4, 3), "ha": "right", "va": "bottom"},
+    "stock": {"xytext": (4, -3), "ha": "left", "va": "top"},
 }
-"""Left, right, above and below of a point; above to the left, below to the right."""
+"""Where numbers stand beside the points of a way's line: above to the left, or below to the right."""
 
 
 def unit_of(seconds: Iterable[float]) -> tuple[float, str]:
@@ -40,84 +31,32 @@ def percents(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.6g}%"))
 
 
-def log_limits(values: Iterable[float], share: float = 0.12) -> tuple[float, float]:
-    """Return limits of a logarithmic axis around positive values, with a margin for labels, never below 30 %."""
-    found = list(values)
-    low, high = math.log(min(found)), math.log(max(found))
-    margin = max(share * (high - low), 0.15)
-    return math.exp(low - margin), math.exp(high + margin)
-
-
 @dataclass(frozen=True)
 class Mark:
-    """A number to print beside a point."""
+    """The n of a point."""
 
     axis: Any
     point: tuple[float, float]  # in data coordinates
-    text: str
-    colour: str
-    sides: str  # where it may stand, best first
-    needed: bool  # it must stand somewhere, even upon a line
-
-
-def marks_of(axis: Any, points: Sequence[tuple[int, float, float]], colour: str, sides: str) -> list[Mark]:
-    """Make marks of the points (n, x, y) of a line; those of its ends come first and are needed."""
-    last = len(points) - 1
-    marks = [
-        Mark(axis, (x, y), f"n = {n:,}" if at in (0, last) else f"{n:,}", colour, sides, at in (0, last))
-        for at, (n, x, y) in enumerate(points)
-    ]
-    return sorted(marks, key=lambda mark: not mark.needed)
+    n: int
+    look: dict[str, Any]  # arguments of `annotate`
+    is_end: bool  # of a line, whose marks are never left out
 
 
 def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
-    """Write marks beside their points, where they cover neither another mark nor a line; the first ones choose first.
+    """Write marks beside their points, ends first, and leave out others that would cover one.
 
-    Marks that are not needed are left out where there is no such position, or where another point would be nearer.
     Everything else must be drawn before.
     """
     figure.draw_without_rendering()  # settles the layout, from which follows where things are
     taken: list[Any] = []
-    inked: dict[Any, NDArray[np.float64]] = {}
-    for mark in marks:
-        frame = mark.axis.get_window_extent()
-        ink = inked.setdefault(mark.axis, _ink(mark.axis))
-        choices: list[tuple[int, int, Any]] = []
-        for preference, side in enumerate(mark.sides):
-            text = mark.axis.annotate(
-                mark.text, mark.point, **_SIDES[side], textcoords="offset points", fontsize=8, color=mark.colour
-            )
-            box = text.get_window_extent()
-            inside = frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0 and box.y1 <= frame.y1
-            covered = int(((ink >= box.min - 1) & (ink <= box.max + 1)).all(axis=1).sum()) + _nearer(mark, box)
-            if inside and not any(box.padded(4).overlaps(other) for other in taken):
-                choices.append((covered, preference, text))
-            else:
-                text.remove()
-        best = min(choices, key=lambda choice: choice[:2], default=None)
-        for choice in choices:
-            if choice is not best or (choice[0] and not mark.needed):
-                choice[2].remove()
-            else:
-                taken.append(choice[2].get_window_extent())
-
-
-def _nearer(mark: Mark, box: Any) -> int:
-    points = [mark.axis.transData.transform(np.column_stack(line.get_data())) for line in mark.axis.lines]
-    middle = (box.min + box.max) / 2
-    radius = np.hypot(*(mark.axis.transData.transform(mark.point) - middle))
-    return int((np.hypot(*(np.concatenate(points) - middle).T) < radius - 1).sum())
-
-
-def _ink(axis: Any) -> NDArray[np.float64]:
-    """List the pixels of an axis that its lines pass, some two apart: [pixels, 2]."""
-    found = [np.empty((0, 2))]
-    for line in axis.lines:
-        corners = axis.transData.transform(np.column_stack(line.get_data()))
-        for start, end in pairwise(corners):
-            steps = int(np.hypot(*(end - start)) / 2) + 2
-            found.append(start + np.linspace(0, 1, steps)[:, None] * (end - start))
-    return np.concatenate(found)
+    for mark in sorted(marks, key=lambda mark: not mark.is_end):
+        name = f"n = {mark.n:,}" if mark.is_end else f"{mark.n:,}"
+        text = mark.axis.annotate(name, mark.point, **mark.look, textcoords="offset points", fontsize=8)
+        box = text.get_window_extent()
+        if not mark.is_end and any(box.padded(4).overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
 
 
 AGAINST_LATENCY: Final = "accuracy-latency.png"
@@ -170,7 +109,7 @@ def draw_against_n(found: Report, path: Path) -> Path | None:
 
 
 def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
-    curve, marks = accuracy.curves[ranker], []
+    curve, marks = accuracy.curves[ranker], list[Mark]()
     drawn = [(line, joined) for line in lines if (joined := points(accuracy, ranker, line))]
     scale, unit = unit_of(seconds for _, joined in drawn for _, seconds, _ in joined)
     best = [fastest(lines, way, lines[0].device) for way in ("shared", "stock")]
@@ -181,12 +120,12 @@ def _figure_8(accuracy: Accuracy, ranker: Ranker, lines: Sequence[Line], where: 
             at = {n: index for index, n in enumerate(accuracy.ns)}
             intervals = [(scale * seconds, curve.lows[at[n]], curve.highs[at[n]]) for n, seconds, _ in joined]
             axis.fill_between(*zip(*sorted(intervals)), color=look["color"], alpha=0.10, linewidth=0)
-            points_drawn = [(n, scale * seconds, value) for n, seconds, value in joined]
-            marks.append(marks_of(axis, points_drawn, look["color"], "AlabrB" if line.way == "shared" else "BrbalA"))
-    _time_axis(axis, [seconds for _, joined in drawn for _, seconds, _ in joined], scale, unit)
+            beside, ends = _SIDES[line.way] | {"color": look["color"]}, (joined[0][0], joined[-1][0])
+            marks += [Mark(axis, (scale * seconds, value), n, beside, n in ends) for n, seconds, value in joined]
+    _time_axis(axis, unit)
     _share_axis(axis, accuracy.short_label(ranker))
     axis.set_title(f"{accuracy.short_label(ranker)} against latency{where}", fontsize=10)
-    return [mark for row in zip_longest(*marks) for mark in row if mark is not None]
+    return marks
 
 
 def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str, axis: Any) -> list[Mark]:
@@ -201,7 +140,7 @@ def _within_panel(accuracy: Accuracy, lines: Sequence[Line], where: str, axis: A
                 y = [step.value for step in steps] + [steps[-1].value]
                 look = _look(line, lines) | {"linestyle": style, "marker": "", "label": "_"}
                 axis.step(x, y, where="post", **look)
-    _time_axis(axis, times, scale, unit, "time budget")
+    _time_axis(axis, unit, "time budget")
     _share_axis(axis, "best accuracy in time")
     if "mean_logp" in accuracy.curves:
         keys = [axis.plot([], [], color="#444444", linestyle=style, label="_")[0] for style in ("-", "--")]
@@ -256,12 +195,9 @@ def _look(line: Line, lines: Sequence[Line]) -> dict[str, Any]:
     return {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.8, "label": line.label}
 
 
-def _time_axis(
-    axis: Any, seconds: Sequence[float], scale: float, unit: str, name: str = "latency until the last of n samples"
-) -> None:
+def _time_axis(axis: Any, unit: str, name: str = "latency until the last of n samples") -> None:
     axis.set_xscale("log")
-    if seconds:
-        axis.set_xlim(*log_limits(scale * value for value in seconds))
+    axis.margins(x=0.12)  # for the numbers beside points
     axis.set_xlabel(f"{name}, {unit}", fontsize=9)
     plain_numbers(axis.xaxis)
 

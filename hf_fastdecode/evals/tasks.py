@@ -78,24 +78,6 @@ def prompt_task(record: Record) -> Task:
     return Task(task_id=_number(record, "task_id"), language="python", description="", stem=text, tests=())
 
 
-def apps_task(record: Record) -> Task:
-    """Read a task of APPS (Hendrycks et al. 2021) without its tests, which compare input and output."""
-    solutions = record.text("solutions", "") or "[]"
-    try:
-        first = next(iter(json.loads(solutions)), None)
-    except (ValueError, TypeError) as error:
-        raise record.error(f"field 'solutions' must be a JSON list of programs ({error})") from error
-    return Task(
-        task_id=_number(record, "problem_id" if "problem_id" in record.fields else "id"),
-        language="python",
-        description=record.text("question"),
-        stem="",
-        tests=(),
-        setup=record.text("starter_code", ""),
-        reference=None if first is None else _unix(str(first)),
-    )
-
-
 def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
     """Refuse a record with tests that are not read, since programs that fail them would pass.
 
@@ -113,8 +95,6 @@ def _recognised(record: Record) -> str:
     fields = record.fields
     if "test_list" in fields:
         return "mbpp"
-    if "question" in fields and "solutions" in fields:
-        return "apps"
     if "entry_point" in fields and "test" in fields:
         if str(fields.get("task_id")).startswith("HumanEval"):
             return "humaneval"
@@ -231,7 +211,6 @@ _READERS: Final[Mapping[str, Callable[[Record], Task]]] = {
     "mbxp-java": partial(mbxp_task, language="java"),
     "mbxp-javascript": partial(mbxp_task, language="javascript"),
     "humaneval": partial(mbxp_task, language="python"),
-    "apps": apps_task,
     "prompts": prompt_task,
 }
 TASK_NAMES: Final = tuple(_READERS)
@@ -252,12 +231,11 @@ def load_tasks(
     limit: int | None = None,
     task_ids: Sequence[str | int] | None = None,
 ) -> TaskSet:
-    """Load the tasks of a source.
+    """Load the tasks of a source: one of `TASK_NAMES`, or a file of your tasks in the form of any of them.
 
     Args:
-        name: One of `TASK_NAMES`, or a file of your tasks, in the form of any of them. ``embedded`` comes with
-            the package; ``apps`` and ``prompts``, which have no tests, need a file.
-        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub.
+        data: A `.jsonl`, `.jsonl.gz` or `.json` file in the name's published form, instead of the hub or the package;
+            ``prompts`` need one.
         split: One of `SPLITS`, or ``all``. None for the published choice: ``test`` for MBPP, all tasks for the others
             (the papers of MBXP and HumanEval use all).
         limit: Only this many of the first tasks, at least 1.
@@ -270,7 +248,7 @@ def load_tasks(
         data, stem = Path(name), Path(name).name.removesuffix(".gz").rpartition(".")[0]
         name, split = _form_of(data), split or "all"
     if name not in _READERS:
-        names = ", ".join(one for one in TASK_NAMES if one != "apps")  # which has no tests that can be run
+        names = ", ".join(TASK_NAMES)
         raise InputError(f"there are no tasks {name!r}; choose one of {names}, or name a .jsonl file")
     if limit is not None and limit < 1:
         raise InputError(f"`limit` must be at least 1, got {limit}; leave it out for all tasks")
@@ -296,7 +274,7 @@ def load_tasks(
 def _form_of(data: Path) -> str:
     record = parse_records(read_bytes(data), data)[0]
     found = _recognised(record) or ("humaneval" if {"entry_point", "test"} <= record.fields.keys() else "")
-    if found not in _READERS or found == "apps":
+    if found not in _READERS:
         raise record.error(
             "these are no tasks that run here; a task has task_id, text, code and test_list (MBPP), or task_id, "
             "prompt, entry_point, test and canonical_solution (HumanEval; with language, MBXP), or prompt alone"
@@ -313,8 +291,8 @@ def _records(name: str, data: Path | None) -> tuple[list[Record], str, str]:
         return records, str(data), _difference(name, data, content, len(records))
     if name == "embedded":
         return _packaged(embedded_tasks()), "the package", ""
-    if name in ("apps", "prompts"):
-        raise InputError(f"the tasks {name} need a file in their form; pass `data=FILE`")
+    if name == "prompts":
+        raise InputError("the tasks prompts need a file in their form; pass `data=FILE`")
     return _hub_records(name)
 
 

@@ -88,12 +88,10 @@ ANCHOR: Final = 4
 class Drawn:
     """Tokens and times of one `generate` call; tensors are on the CPU, times are of `time.perf_counter`.
 
-    Attributes:
-        sequences: ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
-            encoder-decoder the token that the decoder starts from.
-        log_probs: ``[rows, steps]`` float32: log-probabilities of the drawn tokens under the raw logits.
-        cache: The keys and values at the end; None if not asked for, or if rows were cut into waves.
-        step_times: When the logits of each timed step were computed; `started` and `ended` are the call's.
+    `sequences` are ``[rows, prompt_length + steps]`` int64; `prompt_length` counts a prompt with its padding, in an
+    encoder-decoder the token that the decoder starts from. `log_probs`, ``[rows, steps]`` float32, are of the drawn
+    tokens under the raw logits. The cache at the end is None if not asked for, or if rows were cut into waves.
+    `step_times` say when the logits of each timed step were computed.
     """
 
     sequences: Tensor
@@ -136,14 +134,10 @@ def draw(
     """Run `model.generate` from a seed, and leave torch's generators as they were.
 
     Args:
-        model: A model that generates text, enabled or not.
         inputs: ``input_ids`` and ``attention_mask`` ``[prompts, length]`` on the model's device.
-        seed: Seed of torch's generators.
         on_step: Called at each step with the number of tokens drawn before it.
-        processors: Further logits processors.
         time_every_step: Time all steps, which waits for the device at each; else only the first.
-        keep_cache: Return the keys and values too.
-        arguments: Further arguments of `generate`.
+        arguments: Further arguments of `generate`; `processors` are further logits processors.
 
     Raises:
         NotFiniteError: The model's logits are not finite.

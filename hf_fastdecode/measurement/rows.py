@@ -177,17 +177,9 @@ def run(
 
     Measurements that `out` already has from the same commit and command are kept and not made again. Measurements of
     another commit, command or version are replaced when the same case, way and device is measured again (a message
-    says how many); all others are kept.
-
-    Args:
-        cases: The cases, ordered so that consecutive cases reuse expensive setup.
-        ways: Names of the ways.
-        measure: Gives the measured columns of a case and a way, ``status`` among them.
-        provenance: The columns that every measurement begins with.
-        out: The file.
-
-    Returns:
-        The measurements of these cases and ways, as `read_rows` reads them.
+    says how many); all others are kept. Consecutive cases should share expensive setup. `measure` gives the columns of
+    a case and a way, ``status`` among them, and `provenance` those that every measurement begins with. Returns the
+    measurements of these cases and ways, as `read_rows` reads them.
     """
     earlier = read_rows(out) if cases and out.exists() else []
     made = {_key(measurement, cases[0]): measurement for measurement in earlier}

@@ -88,15 +88,10 @@ def check_threshold(threshold: object) -> None:
 def read_layers(
     plain: Sequence[Mapping[str, Any]] | None, layers: int, plans: Sequence[Sequence[str]] = (PLANS,)
 ) -> list[SlimLayer]:
-    """The cache layout of each layer.
+    """The cache layout of each of `layers` layers, from a config's `slim_layers`; None is keys and values everywhere.
 
-    Args:
-        plain: A config's `slim_layers`; None for keys and values everywhere.
-        layers: Number of layers.
-        plans: Allowed plans, in turns: ``plans[i % len(plans)]`` for layer i.
-
-    Raises:
-        ValueError: Fewer or more plans than layers, an unknown field or an invalid value.
+    Layer i may have ``plans[i % len(plans)]``. A ValueError for fewer or more plans than layers, an unknown field or
+    an invalid value.
     """
     if plain is None:
         return [SlimLayer("kv")] * layers

@@ -47,23 +47,6 @@ def test_bench_names_the_other_benchmarks():
     assert "python -m benchmarks" in run("bench", "--help").stdout
 
 
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ("bench ops --set tiny", "ops"),
-        ("bench first-calls", "first-calls"),
-        ("bench parallel --simulate --help", "parallel"),
-        ("eval workloads", "workloads"),
-        ("eval workloads hier --points 2x2", "workloads hier"),
-    ],
-)
-def test_commands_that_are_benchmarks_now(before, now):
-    name = f"{before.split()[0]} {now}"
-    assert refusal(*before.split()) == (
-        f"hf-fastdecode: `hf-fastdecode {name}` is `python -m benchmarks {now}` now, in a clone of the repository\n"
-    )
-
-
 def test_two_dashes_before_the_command():
     assert run("--", "generate", "--n", "0").stderr == run("generate", "--n", "0").stderr
     with pytest.raises(SystemExit):
@@ -162,7 +145,6 @@ def test_public_names_load_when_used():
         ("demo --shots -1", "--shots must be between 0 and"),
         ("demo --temperature 0", "got 0; `hf-fastdecode generate --greedy` takes the most likely tokens"),
         ("demo --n -4", "--n must be at least 1, got -4"),
-        ("demo --best 0", "--best must be at least 1"),
         ("inspect", "Missing argument"),
         ("inspect ./nosuch", "there is no file or folder ./nosuch"),
         ("inspect embedded --context 0", "--context must be at least 1, got 0"),

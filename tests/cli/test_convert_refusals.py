@@ -166,9 +166,7 @@ def test_a_pickle_that_would_run_code(tmp_path: Path, written_by: str, protocol:
         zipped = written_by == "torch"
         torch.save(content, weights, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     line = refused(folder, tmp_path / "slim")
-    assert (
-        f"{weights} is a pickle that would run code: it names {os.mkdir.__module__}.mkdir, and was not loaded" in line
-    )
+    assert f"torch's safe loader refuses {weights}: it is cut off or damaged, would run code" in line
     assert left(tmp_path) == {"source"}
 
 
@@ -191,7 +189,7 @@ def test_weights_in_a_protocol_that_is_not_read(tmp_path: Path, zipped: bool) ->
     weights = folder / "pytorch_model.bin"
     torch.save(tensors, weights, pickle_protocol=4, _use_new_zipfile_serialization=zipped)
     line = refused(folder, tmp_path / "slim")
-    assert f"{weights} is in pickle protocol 4, of which torch's safe loader reads 2; take weights in" in line
+    assert f"torch's safe loader refuses {weights}: " in line and "another protocol than torch.save's" in line
     assert left(tmp_path) == {"source"}
 
 
@@ -199,7 +197,8 @@ def test_weights_in_a_protocol_that_is_not_read(tmp_path: Path, zipped: bool) ->
 def test_what_is_no_pickle_is_damaged(tmp_path: Path, content: bytes) -> None:
     folder, _ = one_file(tmp_path / "source")
     (folder / "pytorch_model.bin").write_bytes(content)
-    assert "pytorch_model.bin is cut off or damaged" in refused(folder, tmp_path / "slim")
+    line = refused(folder, tmp_path / "slim")
+    assert "cut off or damaged" in line and "pytorch_model.bin" in line
 
 
 def test_torch_files_that_hold_other_things(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_tasks_and_shots():
 
 
 def test_demo(embedded):
-    result = ran("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4, "--best", 2)
+    result = ran("demo", "--n", 3, "--shots", 1, "--max-new-tokens", 4)
     assert result.stderr == ""
     for text in ("3 completions of one prompt", "prompt tokens prefilled", "KV cache", "0 of 3 completions pass"):
         assert text in result.stdout

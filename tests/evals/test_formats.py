@@ -66,18 +66,30 @@ def test_empty_lines_and_further_fields(tmp_path):
         (
             "{}\nnot json\n{}\n",
             read_samples,
-            "must have the field 'task_id', got only 'none'; mend or delete that line",
+            "task_id of a sample must be of type str, got only 'none'; mend or delete that line",
         ),
-        ('{"index": 1, "completion": ""}\n', read_samples, "a sample must have the field 'task_id', got only 'compl"),
-        ('{"task_id": "1", "index": 1}\n', read_verdicts, "a verdict must have the field 'status'"),
+        ('{"index": 1, "completion": ""}\n', read_samples, "task_id of a sample must be of type str, got only 'compl"),
+        ('{"task_id": "1", "index": 1}\n', read_verdicts, "status of a verdict must be of type str, got only"),
         ('{"task_id": "1", "index": 1, "status": "ok"}\n', read_verdicts, "got 'ok' for sample 1 of task '1'"),
-        ('{"task_id": 1, "index": 0, "completion": ""}\n', read_samples, "task_id of a sample must be a text, got 1"),
-        ('{"task_id": "1", "index": "0", "completion": ""}\n', read_samples, "index of a sample must be a whole numb"),
-        ('{"task_id": "1", "index": 0, "completion": 5}\n', read_samples, "completion of a sample must be a text"),
         (
-            '{"task_id": "1", "index": 0, "completion": "", "tokens": 1, "sum_logp": NaN}\n',
+            '{"task_id": 1, "index": 0, "completion": ""}\n',
             read_samples,
-            "sum_logp of a sample must be a finite number of at most 0, or null, got nan",
+            "task_id of a .* of type str, got 1",
+        ),
+        (
+            '{"task_id": "1", "index": "0", "completion": ""}\n',
+            read_samples,
+            "index of a .* of type int, got '0'",
+        ),
+        (
+            '{"task_id": "1", "index": 0, "completion": 5}\n',
+            read_samples,
+            "completion of a .* of type str",
+        ),
+        (
+            '{"task_id": "1", "index": 0, "completion": "", "tokens": 1, "sum_logp": "-1"}\n',
+            read_samples,
+            "sum_logp of a sample must be of type Real, got '-1'",
         ),
         ("[1]\n", read_samples, r"line 1: expected a JSON object, got '\[1\]'; mend or delete that line"),
         ('{"task_id": "1"\n\n', read_samples, "line 1: expected a JSON object"),
@@ -86,7 +98,11 @@ def test_empty_lines_and_further_fields(tmp_path):
             read_samples,
             r"line 2: expected a JSON object, got '\{\"completion\": \"x+ \.\.\.; mend or delete that line$",
         ),
-        ('\n{"task_id": "1", "index": 0, "completion": 5}\n', read_samples, "line 2: completion .*; mend that line$"),
+        (
+            '\n{"task_id": "1", "index": 0, "completion": 5}\n',
+            read_samples,
+            "line 2: completion .*; mend or",
+        ),
     ],
 )
 def test_errors_name_file_line_and_remedy(tmp_path, text, read, message):

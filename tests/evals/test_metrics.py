@@ -214,7 +214,6 @@ def test_a_seed_fixes_the_draws():
     [
         ({"ns": [0]}, "between 1 and the pool's 8 samples, got 0"),
         ({"ns": [9]}, "between 1 and the pool's 8 samples, got 9"),
-        ({"draws": 1}, "draws must be at least 2"),
         ({"m": 0}, "m must be at least 1"),
         ({"outputs": [1] * 8}, "equal verdicts, got 3 passed and 5 failed"),
         ({"passed": [], "outputs": []}, "at least one sample"),

@@ -20,7 +20,7 @@ from hf_fastdecode.evals.records import Sample, Task
 from hf_fastdecode.evals.sandbox import Limits, Sandbox, SandboxError, choose, python_command
 from hf_fastdecode.evals.scoring import LANGUAGES, LanguageSupport, Result, score
 from hf_fastdecode.evals.scoring.python import PythonRunner, job_of
-from hf_fastdecode.evals.scoring.runner import BrokenServerError, PairRunner, Role, command_version
+from hf_fastdecode.evals.scoring.runner import BrokenServerError, Role, Runner, command_version
 
 from ..cases import exhaustive_but
 from .example_tasks import Scripted
@@ -221,7 +221,7 @@ while True:
 _SCRIPTS: dict[Role, str] = {"server": _MESSAGES + _SERVER, "candidate": _MESSAGES + _CANDIDATE}
 
 
-class EchoRunner(PairRunner):
+class EchoRunner(Runner):
     """A program is the value that it returns; the tests expect their own text, and break down at certain values."""
 
     def _check(self, task: Task, completion: str) -> Result:

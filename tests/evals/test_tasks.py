@@ -50,7 +50,6 @@ HUMANEVAL = {
     "entry_point": "f",
     "test": "def check(candidate):\n    assert candidate() == 1\n",
 }
-APPS = {"problem_id": 7, "question": "Add.", "solutions": '["print(1)", "print(2)"]', "starter_code": ""}
 
 
 def lines(*records: object) -> str:
@@ -85,14 +84,12 @@ def test_the_two_forms_of_mbpp(write: Any) -> None:
     assert (sanitized.description, sanitized.setup, sanitized.reference) == ("Double.", "import math", full.reference)
 
 
-def test_mbxp_humaneval_and_apps(write: Any) -> None:
+def test_mbxp_and_humaneval(write: Any) -> None:
     java = load_tasks("mbxp-java", data=write(lines(MBXP))).tasks[0]
     assert (java.task_id, java.language, java.entry_point, java.reference) == ("MBJP/3", "java", "f", None)
     assert (java.stem, java.tests, java.description) == (MBXP["prompt"], ("class Main { }",), "One.")
     python = load_tasks("humaneval", data=write(lines(HUMANEVAL), "h.jsonl.gz")).tasks[0]
     assert (python.language, python.reference, python.stem) == ("python", "    return 1\n", "def f():\n")
-    apps = load_tasks("apps", data=write(lines(APPS))).tasks[0]
-    assert (apps.task_id, apps.description, apps.reference, apps.tests) == ("7", "Add.", "print(1)", ())
 
 
 def test_prompts_alone(write: Any) -> None:
@@ -156,7 +153,7 @@ def test_other_data_is_told_and_not_refused(write: Any, monkeypatch: pytest.Monk
 
 
 def test_every_name_but_the_files_own_has_a_published_file() -> None:
-    assert {file.task_name for file in FILES} == set(TASK_NAMES) - {"embedded", "apps", "prompts"}
+    assert {file.task_name for file in FILES} == set(TASK_NAMES) - {"embedded", "prompts"}
     assert all(len(file.sha256) == 64 and file.problems > 100 for file in FILES)
 
 
@@ -193,7 +190,6 @@ def test_every_name_but_the_files_own_has_a_published_file() -> None:
             many(601, 602),
             r"no task of the split test \(ids 11 to 510\), its ids run from 601 to 602; pass `split=\"all\"`",
         ),
-        ("apps", lines({**APPS, "solutions": "[1"}), "field 'solutions' must be a JSON list of programs"),
         ("prompts", lines({"prompt": "a"}, HUMANEVAL), "line 2: fields of a programming task: .*entry_point, test"),
         ("prompts", lines({"prompt": "a"}, {"prompt": "a\ud800"}), r"line 2: '\\ud800' is no character"),
         ("prompts", lines({"prompt": "a", "task_id": "\ud800"}), r"line 1: '\\ud800' is no character"),

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.patches.layers import slim_values
-from hf_fastdecode.patches.layers.slim_attention import KeyProjection
-from hf_fastdecode.patches.layers.slim_tokens import CachedTokens, SlimTokens
+from hf_fastdecode.patches.layers.slim_attention import CachedTokens, KeyProjection, SlimTokens
 from hf_fastdecode.patches.layers.slim_values import (
     Product,
     SlimValues,

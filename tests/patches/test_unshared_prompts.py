@@ -21,8 +21,8 @@ from hf_fastdecode.generation.prompts import packed
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.kernels.device import triton_is_installed
-from hf_fastdecode.patches.layers import slim_tokens
-from hf_fastdecode.patches.layers.slim_tokens import SlimTokens
+from hf_fastdecode.patches.layers import slim_attention
+from hf_fastdecode.patches.layers.slim_attention import SlimTokens
 
 from ..generation.calls import tokens_embedded
 from ..tiny_models import ragged_prompts, seeded
@@ -126,10 +126,10 @@ def test_values_of_long_prompts_are_made_in_parts(
     caches: list[SharedContextCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a chunk reads at once, in fp32 and in several steps, would take gigabytes of a long prompt."""
-    monkeypatch.setattr(slim_tokens, "_TOKENS_AT_ONCE", 3)
+    monkeypatch.setattr(slim_attention, "_TOKENS_AT_ONCE", 3)
     lengths, read = [], SlimTokens.read
 
-    def watched(self: SlimTokens, keys: Tensor, *args: Any) -> slim_tokens.CachedTokens:
+    def watched(self: SlimTokens, keys: Tensor, *args: Any) -> slim_attention.CachedTokens:
         lengths.append(keys.shape[2])
         return read(self, keys, *args)
 

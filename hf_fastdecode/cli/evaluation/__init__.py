@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import typer
-
-from ..console import moved
 from ..options import command_group
-from ..programs import PASS_ON
 from . import generate, stored
 
 app = command_group()
@@ -21,10 +17,3 @@ for command in (stored.run, generate.generate, generate.latency, stored.score):
     app.command()(command)
 for command in (stored.report, stored.check, stored.rescore, stored.export):
     app.command()(command)
-
-
-@app.command(context_settings=PASS_ON, hidden=True)
-def workloads(context: typer.Context) -> None:
-    """A group of commands that is one of `python -m benchmarks` now."""
-    words = " ".join(["workloads", *context.args[:1]])
-    raise moved(f"eval {words}", words)

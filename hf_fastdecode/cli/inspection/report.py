@@ -260,11 +260,10 @@ def inspect_model(
     *,
     new_tokens: int,
     dtype: str,
-    encoder_tokens: int | None = None,
 ) -> ModelReport:
     """Count for the config of a model of this name; raises an InputError if the config cannot be counted.
 
-    Without contexts, lengths that the model takes; without `encoder_tokens`, the most that the config allows, else the
+    Without contexts, lengths that the model takes. An encoder's tokens are the most that the config allows, else the
     context. The dtype ``auto`` is what the config says, else float32.
     """
     element, slim = _dtype(config, dtype), is_slim(config)
@@ -278,7 +277,7 @@ def inspect_model(
             sharing = count_sharing(name, config, model, contexts, samples, new_tokens=new_tokens, dtype=element)
         for context in contexts or [_longest(config)]:
             if config.is_encoder_decoder:
-                encoded = encoder_tokens or getattr(config, "max_source_positions", None) or context
+                encoded = getattr(config, "max_source_positions", None) or context
                 sizes = encoder_decoder_caches(ordinary, context, encoded, element, matrices)
             else:
                 encoded, sizes = None, decoder_caches(ordinary, context, element, matrices)

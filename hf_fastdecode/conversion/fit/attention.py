@@ -50,26 +50,6 @@ class AttentionWeights:
     query_norm: Callable[[Tensor], Tensor] | None = None
     key_norm: Callable[[Tensor], Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        """Check that heads divide the projections, and that these fit each other; else ValueError."""
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
-        widths = {}
-        for name in ("query", "key", "value", "output"):
-            heads = self.heads if name in ("query", "output") else self.kv_heads
-            coordinates = getattr(self, name).shape[name == "output"]
-            widths[name], remainder = divmod(coordinates, heads)
-            if remainder:
-                raise ValueError(f"the {name} projection has {coordinates} coordinates, not divisible by {heads}")
-        for one, other in (("query", "key"), ("value", "output")):
-            if widths[one] != widths[other]:
-                raise ValueError(
-                    f"heads of {one} and {other} must have one width, got {widths[one]} and {widths[other]}; weights "
-                    "are [out, in], as in torch.nn.Linear"
-                )
-        if self.key.shape[1] != self.value.shape[1]:
-            raise ValueError(f"key and value must read one input, got {self.key.shape[1]} and {self.value.shape[1]}")
-
     @property
     def W_Q(self) -> Tensor:
         return self.query.double().mT
@@ -192,14 +172,11 @@ class Rotation:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Inputs of one attention on a text. Self-attention is causal, cross-attention sees the whole encoder's output.
+    """Inputs of one attention on a text: ``[tokens, d]``, of cross-attention those of queries.
 
-    Attributes:
-        inputs: ``[tokens, d]``, of the projections; of cross-attention those of queries.
-        encoded: ``[keys, key_d]``, the encoder's output, for cross-attention.
-        rotation: RoPE of these tokens; None without.
-        score_bias: ``[heads, tokens, tokens]``, added to the scaled scores (ALiBi, T5), or None.
-        unrotate: Whether slim caches keep keys after RoPE, beside their positions.
+    Self-attention is causal; cross-attention sees the whole encoder's output `encoded`, ``[keys, key_d]``. `rotation`
+    is RoPE of these tokens, `score_bias` ``[heads, tokens, tokens]`` is added to the scaled scores (ALiBi, T5), and
+    `unrotate` says whether slim caches keep keys after RoPE, beside their positions.
     """
 
     inputs: Tensor

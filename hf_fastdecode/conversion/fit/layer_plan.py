@@ -44,15 +44,12 @@ PlanName = Literal["k", "k+r", "x", "e", "kv"]
 
 @dataclass(frozen=True)
 class CacheError:
-    """Size and error of one cache of one layer.
+    """Size and error of one cache of one layer; `rank` counts V-coordinates beside the keys, for ``k+r``.
 
-    Attributes:
-        plan, rank: What is cached, and V-coordinates beside the keys; 0 except for ``k+r``.
-        bytes_per_token: Bytes per token in this layer, including scales of 8 bits and cached positions; 0 for ``e``,
-            of which one copy serves all layers, outside the cache.
-        value_error, output_error: Relative errors in the Frobenius norm, of the values and of the attention output
-            after ``W_O``, without its bias.
-        dtype: Dtype of the cache, such as ``int8``; empty in reports written before this field existed.
+    Bytes per token are of this layer, with scales of 8 bits and cached positions; 0 for ``e``, of which one copy
+    serves all layers, outside the cache. Errors are relative, in the Frobenius norm, of the values and of the
+    attention output after ``W_O``, without its bias. The dtype of the cache is empty in reports written before this
+    field existed.
     """
 
     plan: PlanName
@@ -248,11 +245,9 @@ def fit_layer(
 
     Raises:
         ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
-            finite; `tolerance` is below 1; cross-attention has RoPE.
+            finite; cross-attention has RoPE.
     """
     _check_text(text, model_dtype)
-    if not tolerance >= 1:
-        raise ValueError(f"tolerance must be at least 1 (the error of keys and values themselves), got {tolerance}")
     eight_bits = cache_dtype if cache_dtype in EIGHT_BITS else None
     if cache_dtype is None or eight_bits is not None:
         cache_dtype = torch.float16 if model_dtype == torch.bfloat16 else model_dtype

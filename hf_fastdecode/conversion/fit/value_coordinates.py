@@ -63,13 +63,9 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
     `noise`, the mean square error of each coordinate of the keys, ``[e]``, chooses the one that adds the least error
     when keys carry it; without, the one of least norm. Matrices are ``[d, e]`` and ``[d, e_v]``, the papers' layout.
 
-    Raises:
-        ValueError: Weights are not finite.
-        SingularKeysError: e < d, or ``W_K`` does not have full rank in fp64.
+    Raises SingularKeysError where e < d, or ``W_K`` does not have full rank in fp64.
     """
     W_K, W_V = W_K.double(), W_V.double()
-    if not (W_K.isfinite().all() and W_V.isfinite().all()):
-        raise ValueError("weights of keys or values hold inf or nan; check the checkpoint")
     inputs, coordinates = W_K.shape
     remedy = "cache this layer's inputs, where no RoPE stands between, or its keys and values"
     if coordinates < inputs:
@@ -281,11 +277,10 @@ class StoredValueCoordinates:
 class KeyStatistics:
     """Statistics of a layer's keys on a calibration text, for V-coordinates of any rank. All fp64.
 
-    Attributes:
-        key_offset: ``[e]``, the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8 bits.
-        noise: ``[e]``, mean square error of the cache in each coordinate of the keys minus the offset.
-        directions: ``[e_v, e_v]``, from `noisiest_directions`.
-        key_feedback, input_feedback: For rounding matrices that multiply keys minus the offset, and inputs.
+    `key_offset`, ``[e]``, is the mean of the keys (with their bias), exact in the cache's dtype, or in fp32 for 8
+    bits; `noise`, ``[e]``, the mean square error of the cache in each coordinate of the keys minus the offset;
+    `directions`, ``[e_v, e_v]``, are from `noisiest_directions`; the feedback is for rounding matrices that multiply
+    keys minus the offset, and inputs.
     """
 
     key_to_value: KeyToValue

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from itertools import groupby, islice
@@ -24,7 +24,7 @@ from .java_and_javascript import JAVA, JAVASCRIPT
 from .python import PYTHON
 from .runner import BrokenServerError, LanguageSupport, Result, Runner
 
-__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "judge", "score", "usable_cpus"]
+__all__ = ["LANGUAGES", "LanguageSupport", "Result", "Runner", "check_tasks", "judge", "score", "usable_cpus"]
 
 LANGUAGES: Final[dict[Language, LanguageSupport]] = {"python": PYTHON, "java": JAVA, "javascript": JAVASCRIPT}
 
@@ -55,11 +55,7 @@ def score(
         raise ValueError(
             f"{len(unknown)} samples' tasks are unknown, such as {unknown[0]!r}; give the tasks they were drawn for"
         )
-    for language in sorted({tasks[task_id].language for task_id, _ in programs}):
-        if missing := LANGUAGES[language].missing():
-            raise SandboxError(missing)
-    for task_id in sorted({task_id for task_id, _ in programs}):
-        LANGUAGES[tasks[task_id].language].check_task(tasks[task_id])
+    check_tasks(tasks[task_id] for task_id in sorted({task_id for task_id, _ in programs}))
     board = _Board(tasks, sandbox, limits)
     with tqdm(total=len(programs), desc="score", unit="program", disable=None if progress else True) as bar:
         results = board.check(list(programs), workers or usable_cpus(), bar.update)
@@ -72,6 +68,14 @@ def score(
         Verdict(sample.task_id, sample.index, result.status, result.detail, result.outputs)
         for sample, result in zip(samples, found)
     ]
+
+
+def check_tasks(tasks: Iterable[Task]) -> None:
+    """Raise a SandboxError for tasks of a language that is missing here, a ValueError for tests that cannot run."""
+    for task in tasks:
+        if missing := LANGUAGES[task.language].missing():
+            raise SandboxError(missing)
+        LANGUAGES[task.language].check_task(task)
 
 
 def _settle_sandbox_errors(

@@ -19,7 +19,7 @@ from typing import Final, Self
 
 from ..records import Task
 from ..sandbox import LimitExceeded, Limits, SandboxError
-from .runner import LanguageSupport, PairRunner, Result, Role, command_version, one_line, require_tests
+from .runner import LanguageSupport, Result, Role, Runner, command_version, one_line, require_tests
 
 _JAVA_FOLDER: Final = Path(__file__).resolve().with_name("java")
 _CLASSES: Final = {"server": "evals.Server", "candidate": "evals.Candidate"}
@@ -34,7 +34,7 @@ _REMEDY: Final = "install a JDK of version 11 or later (apt install default-jdk)
 _BUILDING: Final = Lock()
 
 
-class JavaRunner(PairRunner):
+class JavaRunner(Runner):
     """Compiles programs together with their tests, as MBXP does, and runs each in a new process without its tests."""
 
     def _check(self, task: Task, completion: str) -> Result:
@@ -168,7 +168,7 @@ _HEAP_MIB: Final = 512
 _MOVE_STREAMS: Final = 'exec "$@" 3<&0 4>&1 0</dev/null 1>&2'
 
 
-class JavaScriptRunner(PairRunner):
+class JavaScriptRunner(Runner):
     """Checks programs as CommonJS modules, each in a new process."""
 
     def _check(self, task: Task, completion: str) -> Result:

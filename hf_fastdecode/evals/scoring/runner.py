@@ -1,4 +1,4 @@
-"""Runners that check completions of a language: their interface, and one with two processes, for program and tests.
+"""Runners that check completions of a language in two processes, for program and tests.
 
 Where tests call the program's function, the arguments go through here to the program and its result comes back, both
 as plain data. So nothing that a program does to its process can reach a verdict: all it can do is answer calls.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import ClassVar, Final, Literal, Protocol, Self
+from typing import ClassVar, Final, Literal, Self
 
 from ..records import Status, Task
 from ..sandbox import LimitExceeded, Limits, Sandbox, SandboxedProcess, SandboxError
@@ -47,28 +47,11 @@ class BrokenServerError(SandboxError):
         self.result = result
 
 
-class Runner(Protocol):
-    """Checks completions one after another, in the thread that made it. Its end ends the processes that it keeps."""
-
-    def check(self, task: Task, completion: str) -> Result:
-        """Run a completion and the task's tests.
-
-        Raises:
-            SandboxError: Something broke that says nothing about the completion; it is tried again.
-            BrokenServerError: The completion may have caused it.
-            ValueError: The task has no tests, or none that can be run.
-        """
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *raised: object) -> None: ...
-
-
 @dataclass(frozen=True)
 class LanguageSupport:
     """The runner, limits and checks of a language."""
 
-    runner: Callable[[Sandbox, Limits], Runner]
+    runner: type[Runner]
     limits: Limits  # by default
     missing: Callable[[], str | None] = lambda: None  # why programs cannot be checked here, with the remedy
     check_task: Callable[[Task], object] = lambda task: None  # a ValueError if its tests cannot run
@@ -107,11 +90,12 @@ _NO_LIMIT: Final = 1e6  # seconds of CPU time that a process which is renewed ma
 Role = Literal["server", "candidate"]
 
 
-class PairRunner(ABC):
-    """A runner with one process for the tests, called the server, and one for each program, the candidate.
+class Runner(ABC):
+    """Checks completions one after another, in the thread that made it; its end ends the processes that it keeps.
 
-    Each of them says ``started`` before it is given anything, so that one that does not start is recognised. Both run
-    in separate sandboxes, within the program's limits, which hold for each of the server's tests too.
+    There is one process for the tests, called the server, and one for each program, the candidate. Each says
+    ``started`` before it is given anything, so that one that does not start is recognised. Both run in separate
+    sandboxes, within the program's limits, which hold for each of the server's tests too.
     """
 
     _keeps_server: ClassVar[bool] = True  # from one check to the next
@@ -123,6 +107,13 @@ class PairRunner(ABC):
         self._server_is_new = True
 
     def check(self, task: Task, completion: str) -> Result:
+        """Run a completion and the task's tests.
+
+        Raises:
+            SandboxError: Something broke that says nothing about the completion; it is tried again.
+            BrokenServerError: The completion may have caused it.
+            ValueError: The task has no tests, or none that can be run.
+        """
         try:
             return self._check(task, completion)
         except SandboxError:

@@ -35,11 +35,12 @@ from .kernel_attention import (
 )
 from .rotation import ROTATION, Rotation, takes_kernels
 from .slim_attention import (
+    CachedTokens,
+    SlimTokens,
     attention_scores,
     cache_dtype,
     check_trainable,
 )
-from .slim_tokens import CachedTokens, SlimTokens
 
 
 class SlimAttention(SlimTokens):
@@ -183,12 +184,9 @@ def shared_attention(
     """Append a pass's tokens to the cache, and attend to each row's path of nodes and suffix.
 
     Queries are ``[rows, tokens, heads * head_dim]`` as projected, keys (or inputs) ``[rows, 1, tokens, width]`` and
-    coordinates ``[rows, 1, tokens, r]``, not yet rounded to the cache's dtype. Returns
-    ``[rows, tokens, heads * value_dim]`` in the query's dtype.
-
-    Raises:
-        ValueError: The cache holds another dtype or number of rows.
-        BackendError: The backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
+    coordinates ``[rows, 1, tokens, r]``, not yet rounded to the cache's dtype. Returns ``[rows, tokens, heads *
+    value_dim]`` in the query's dtype. Raises ValueError where the cache holds another dtype or number of rows,
+    BackendError where the backend ``triton`` is forced, and the kernel cannot attend to the suffixes.
     """
     dtype = query.dtype
     # Prefill of nodes stores nothing slim: the layout alone is needed.

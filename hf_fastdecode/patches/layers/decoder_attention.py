@@ -30,8 +30,7 @@ from ...cache.layers.cross import CrossView
 from ...conversion.fit.cached_numbers import load, store
 from ..config_base import SlimLayer
 from .attention_layer import check_shared
-from .slim_attention import cache_dtype, check_trainable
-from .slim_tokens import CachedTokens, SlimTokens
+from .slim_attention import CachedTokens, SlimTokens, cache_dtype, check_trainable
 
 
 class SlimDecoderAttention(SlimTokens):

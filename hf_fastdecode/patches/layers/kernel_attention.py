@@ -31,8 +31,7 @@ from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products
 from ...kernels.row_products.config import refusal as products_refusal
 from ...kernels.slim_decode.inputs import RotaryTables, Scales, refusal
 from .rotation import OF_SLOTS, Rotation, takes_kernels
-from .slim_attention import KeyProjection, cache_dtype
-from .slim_tokens import SlimTokens
+from .slim_attention import KeyProjection, SlimTokens, cache_dtype
 
 
 def _suffix(layer: SlimTokens, stored: Segment) -> tuple[Tensor, Tensor, Scales | None]:

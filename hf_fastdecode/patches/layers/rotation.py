@@ -29,11 +29,9 @@ OF_SLOTS: Final = "rotary tables of slots"
 
 
 class Rotation(NamedTuple):
-    """Positions and tables of one forward pass.
+    """Positions of a pass's tokens, ``[rows or 1, tokens]``, and tables.
 
     Attributes:
-        positions: Positions of this pass's tokens, ``[rows or 1, tokens]``.
-        tokens: Tables of these positions.
         keys: Tables of all keys that layers read in this pass; None where positions are cached with the keys.
         own_tokens: Tables of this pass's tokens counted from their suffixes' first tokens, in a shared-context cache.
         kernel: `keys` for `slim_decode`, in eager steps where it may run.
@@ -143,13 +141,9 @@ def key_positions(position_ids: Tensor, visible: Tensor | None, cached: int | Te
 def visible_slots(mask: Tensor | dict[str, Tensor | None] | None, dropped: int = 0) -> Tensor | None:
     """Mask of slots that are not padding, ``[rows, slots]``, from any mask that a forward pass takes.
 
-    Args:
-        mask: ``[rows, all tokens]``; transformers' form for static caches, ``[rows, 1, tokens, slots]``, bool or to be
-            added to scores, also in a dictionary with one kind of layers; or None.
-        dropped: Number of oldest tokens that a cache no longer has a slot for.
-
-    Raises:
-        ValueError: A mask of another shape.
+    The mask is ``[rows, all tokens]``; transformers' form for static caches, ``[rows, 1, tokens, slots]``, bool or to
+    be added to scores, also in a dictionary with one kind of layers; or None; else a ValueError. `dropped` is the
+    number of oldest tokens that a cache no longer has a slot for.
     """
     if isinstance(mask, dict):
         (mask,) = mask.values()

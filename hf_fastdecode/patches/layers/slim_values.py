@@ -21,12 +21,10 @@ _REMAINDER = 2.0**11
 
 
 class Product(NamedTuple):
-    """Operands of a product with a stored matrix.
+    """Operands of a product with a stored matrix, ``matrix * scales``.
 
-    Attributes:
-        factor: ``[..., width]``; ``[batch, heads, queries, width]`` where heads have separate columns.
-        matrix: ``[width, columns]``.
-        scales: ``[columns]`` fp32: the matrix is ``matrix * scales``.
+    The factor is ``[..., width]``, or ``[batch, heads, queries, width]`` where heads have separate columns; the matrix
+    ``[width, columns]``, its scales ``[columns]`` fp32.
     """
 
     factor: Tensor
@@ -209,14 +207,9 @@ class SlimValues(KeepsDtype):
     """Values from cached keys K and V-coordinates E: ``V = K M + E B + constant``.
 
     Caches hold one vector per token for all heads, since values of each head need the keys of all of them: keys less
-    an offset, ``[rows, 1, tokens, e]``, and V-coordinates, ``[rows, 1, tokens, r]``, of width 0 for r = 0.
-
-    Args:
-        inputs: Width d of the layer's inputs.
-        keys: Width e of the keys of all heads.
-        values: Width e_v of the values of all heads.
-        rank: Number r of V-coordinates.
-        matrix_dtype: Dtype of M, of B, and of the projection to V-coordinates.
+    an offset, ``[rows, 1, tokens, e]``, and V-coordinates, ``[rows, 1, tokens, r]``, of width 0 for r = 0. `inputs` is
+    the width d of the layer's inputs, `keys` e, `values` e_v and `rank` r; M, B and the projection to V-coordinates
+    are in `matrix_dtype`.
     """
 
     key_offset: Tensor

@@ -143,10 +143,6 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
             "--points 999x9 asks for 999 problems, there are 160; ask for fewer, or name a larger",
         ),
         (
-            "workloads hier --task apps",
-            "--task apps has no examples set apart; name embedded, mbpp or a file in MBPP's form",
-        ),
-        (
             "workloads hier --new-tokens 4000 --device cpu",
             "tokens with 4000 new ones is longer than the 4096 positions of this",
         ),

@@ -287,7 +287,6 @@ def test_samples_are_rescored(folder: Path, tmp_path: Path) -> None:
         (["generate", "--processed", "--sampler", "fast"], "leave out --sampler fast"),
         (["latency", "--mode", "graph,fast"], "--mode must be one of"),
         (["export", ".", "--form", "csv", "--out", "x"], "--form must be one of own, human-eval"),
-        (["check", "--task", "apps", "--data", "x.jsonl"], "APPS' tests cannot be run here"),
         (["score", "/nowhere"], "/nowhere"),
         (["report", "/"], "has neither verdicts.jsonl nor latency.csv"),
         (["score", "/"], "/ is not the folder of a run"),

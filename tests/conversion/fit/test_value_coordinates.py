@@ -89,28 +89,12 @@ def test_singular_keys_are_refused() -> None:
             solve_key_to_value(W_K, W_V)
     with pytest.raises(SingularKeysError, match="48 inputs to 40 coordinates"):
         solve_key_to_value(good[:, :40], W_V)
-    with pytest.raises(ValueError, match="inf or nan"):
-        solve_key_to_value(good * torch.nan, W_V)
 
 
 def test_grouped_queries_are_refused_with_both_numbers() -> None:
     require_multi_head(layer())
     with pytest.raises(ValueError, match="num_key_value_heads == num_attention_heads, got 2 != 4"):
         require_multi_head(layer(kv_heads=2))
-
-
-def test_weights_are_checked() -> None:
-    weights = layer()
-    with pytest.raises(ValueError, match="kv_heads must divide heads, got 3 and 4"):
-        replace(weights, kv_heads=3)
-    with pytest.raises(ValueError, match="the key projection has 47 coordinates"):
-        replace(weights, key=weights.key[:47])
-    with pytest.raises(ValueError, match=r"one width, got 12 and 6; weights are \[out, in\]"):
-        replace(weights, key=weights.key[:24])
-    with pytest.raises(ValueError, match="value and output must have one width"):
-        replace(weights, output=weights.output[:, :24])
-    with pytest.raises(ValueError, match="key and value must read one input, got 40 and 48"):
-        replace(weights, key=weights.key[:, :40])
 
 
 RANKS = (0, 1, 6, 47, 48)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 
 from ...records import Task
 from ...sandbox import ForkedPython, ForkServer, Limits, Sandbox, SandboxedProcess, SandboxError, python_command
-from ..runner import LanguageSupport, PairRunner, Result, Role, require_tests
+from ..runner import LanguageSupport, Result, Role, Runner, require_tests
 from .plain import dumps
 
 _PACKAGE: Final = "hf_fastdecode_scoring"
@@ -40,7 +40,7 @@ _IMPORTS: Final = (
 )
 
 
-class PythonRunner(PairRunner):
+class PythonRunner(Runner):
     """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
 
     Where the sandbox can fork, both are forked from interpreters that the runner keeps, one for programs and one for

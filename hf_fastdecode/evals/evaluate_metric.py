@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Features, Value
 from datasets import Sequence as ListOf
 
-from .estimates import check_ns, pass_at_n, pass_at_top_m, powers_of_two
+from .metrics import check_ns, pass_at_n, pass_at_top_m, powers_of_two
 
 _DESCRIPTION: Final = """\
 pass@n (some of n samples passes its tests) and pass@top-k (one of the k best-ranked distinct samples among n passes),
