@@ -26,9 +26,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = ragged_prompts(40, 31)
 CALLS: dict[str, dict[str, Any]] = {
-    "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 12},
-    "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12},
-    "beam-sample": {"num_beams": 3, "do_sample": True, "top_k": 0, "max_new_tokens": 12},
+    "samples": {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 8},
+    "beams": {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 8},
+    "beam-sample": {"num_beams": 3, "do_sample": True, "top_k": 0, "max_new_tokens": 8},
 }
 
 
@@ -66,7 +66,7 @@ ROWS = ragged_prompts(40, 9, 31)
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
     """Greedy tokens of `ROWS`, and their logits."""
-    settings = {"max_new_tokens": 24, "do_sample": False, **ROWS, **options}
+    settings = {"max_new_tokens": 10, "do_sample": False, **ROWS, **options}
     return seeded(lambda: model.generate(**settings, return_dict_in_generate=True, output_logits=True))
 
 

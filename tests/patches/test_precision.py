@@ -45,7 +45,7 @@ def slim_in(cache_dtype: str, plan: str = "k+r") -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    settings = {"max_new_tokens": 16, "do_sample": False, **PROMPTS, **options}
+    settings = {"max_new_tokens": 8, "do_sample": False, **PROMPTS, **options}
     return seeded(lambda: model.generate(**settings, return_dict_in_generate=True))
 
 
