@@ -8,7 +8,7 @@ from hf_fastdecode._compat import CACHE
 
 from ...tiny_models import tiny_model
 from ..calls import PROMPT
-from .passes import DICT, PROMPTS, SIZES, WINDOWED, both, check, enabled, reorder, require_captured, small
+from .passes import DICT, PROMPTS, WINDOWED, both, check, enabled, reorder, require_captured, small
 
 pytest.importorskip("triton")
 pytestmark = [
