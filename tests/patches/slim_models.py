@@ -50,6 +50,13 @@ def pair(plan: str = "k+r", variant: str = "plain", rope: Any = "raw") -> tuple[
     return model, to_slim(model, TEXT, plan=PLANS[plan], rope=rope)
 
 
+@lru_cache
+def two_heads(plan: str = "k+r") -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A Llama in fp32 and its slim form, not to be changed; interpreting takes time by the head."""
+    model = tiny_model("llama-mha", num_attention_heads=2, num_key_value_heads=2)
+    return model, to_slim(model, TEXT, plan=PLANS[plan])
+
+
 def condition(model: PreTrainedModel) -> float:
     """The largest condition number of a layer's key projection."""
     values = [torch.linalg.svdvals(layer.self_attn.k_proj.weight.double()) for layer in model.model.layers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -23,21 +22,14 @@ from hf_fastdecode.generation.steps import captured_step, modes
 from hf_fastdecode.generation.structure import Structure
 from hf_fastdecode.kernels.device import triton_is_installed
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ragged_prompts, seeded
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
-from .slim_models import TEXT
+from .slim_models import TEXT, two_heads
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 PROMPTS = ragged_prompts(24, 19, shared=17)
 SAMPLES: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 4}
-
-
-@lru_cache
-def two_heads(plan: str = "k+r") -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A Llama in fp32 and its slim form, not to be changed; interpreting takes time by the head."""
-    model = tiny_model("llama-mha", num_attention_heads=2, num_key_value_heads=2)
-    return model, to_slim(model, TEXT, plan=PLANS[plan])
 
 
 @pytest.fixture
