@@ -81,7 +81,7 @@ def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> No
     expected, found = greedy_of_stock(name, dtype), generate(slim)
     assert type(found[CACHE]) is EncoderDecoderCache
     assert torch.equal(found.sequences, expected.sequences)
-    assert expected.sequences.unique().numel() > 10
+    assert expected.sequences.unique().numel() > 8
     (self_kv, cross_kv), (self_slim, cross_slim) = (cached_bytes(one[CACHE]) for one in (expected, found))
     if plan in ("k", "e"):
         assert self_slim * 2 == self_kv
