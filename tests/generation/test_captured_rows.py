@@ -121,7 +121,7 @@ def test_memory_is_free_again_after_a_call(whisper, at_once, monkeypatch):
 
 @pytest.fixture(scope="module")
 def bart():
-    model = encoder_decoder("bart", decoder_layers=2)
+    model = encoder_decoder("bart", decoder_layers=2, decoder_attention_heads=2)
     model.generation_config.eos_token_id = model.generation_config.forced_eos_token_id = None
     return model
 

@@ -62,7 +62,7 @@ def test_a_cache_of_other_adapters_is_an_error(switch):
             with pytest.raises(ValueError, match="made with other adapters, of another model or before these changed"):
                 model.generate(**PROMPT, **SAMPLING, **{CACHE: given})
         vars(adapted).update(before)
-        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 88)
 
 
 def replaced_parameter(model):
@@ -120,7 +120,7 @@ def test_training_mode_and_checkpointing_change_no_keys(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         model.train()
-        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 88)
         model.eval()
 
 
@@ -154,7 +154,7 @@ def test_caches_of_all_loops_are_of_the_weights_that_filled_them(loop):
         cache = model.generate(**{**call, **prompt})[CACHE]
         assert isinstance(cache, fd.SharedContextCache)
         if loop != "embeddings":  # whose ids are not known
-            assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
+            assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 88)
         refused_after_a_step(model, cache, cache.fork(), copy.deepcopy(cache))
 
 
@@ -171,7 +171,7 @@ def test_caches_that_loops_of_the_user_keep():
     with fd.enabled(model), torch.no_grad():
         model.generate(**PROMPT, **SAMPLING, custom_generate=loop)
         assert isinstance(kept[0], fd.SharedContextCache)
-        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: kept[1]}).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: kept[1]}).shape == (4, 88)
         refused_after_a_step(model, *kept)
 
 
@@ -196,7 +196,7 @@ def test_caches_of_direct_passes():
         refused_after_a_step(model, cache)
         emptied.crop(-emptied.get_seq_length())
         model(PROMPT["input_ids"], **{CACHE: emptied})
-        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: emptied}).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: emptied}).shape == (4, 88)
 
 
 @pytest.mark.parametrize("begins", ["prefill", "pass", "generate"])

@@ -151,7 +151,7 @@ def test_a_kept_cache_is_refused_while_a_hook_is_there(model):
         with pytest.raises(ValueError, match=r"cannot use a SharedContextCache: .* has a forward hook, .*steer"):
             model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
         hook.remove()
-        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 88)
 
 
 def test_a_wrapper_around_the_model_runs_stock():
@@ -222,8 +222,9 @@ def functools_wrapped(inner):
 
 
 @pytest.mark.parametrize("wrap", [wrapped, functools_wrapped, lambda inner: functools.partial(inner, top_k=5)])
-@pytest.mark.parametrize("first", ["wrapped", "enabled"])
-@pytest.mark.parametrize("loop", [{}, {"num_beams": 4, "do_sample": False}], ids=["sample", "beams"])
+@pytest.mark.parametrize(
+    ("first", "loop"), [("wrapped", {"num_beams": 4, "do_sample": False}), ("enabled", {})], ids=["wrapped", "enabled"]
+)
 def test_a_wrapper_around_generate_shares(wrap, first, loop):
     model = tiny_model()
     model.generate = wrap(model.generate)

@@ -73,6 +73,10 @@ def test_sampling_arguments_give_stock_tokens(model, name):
     check_shared(model, lambda: SAMPLING | ARGUMENTS[name]())
 
 
+ENDS = {"eos_token_id": list(range(3, 20))}
+TWO_PROMPTS = ragged_prompts(57, 40, shared=35)
+
+
 class Edits:
     """Third-party code that changes tokens in place: one of the prompt, the last one, and one far back.
 
@@ -92,9 +96,16 @@ class Edits:
         return scores.index_fill(1, input_ids[:, -3], -torch.inf)
 
 
-@pytest.mark.parametrize("as_what", ["logits_processor", "stopping_criteria"])
-@pytest.mark.parametrize("extra", [{}, {"eos_token_id": list(range(3, 20))}], ids=["", "eos"])
-@pytest.mark.parametrize("prompt", [PROMPT, ragged_prompts(57, 40, shared=35)], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("as_what", "extra", "prompt"),
+    [
+        ("logits_processor", {}, PROMPT),
+        ("logits_processor", ENDS, TWO_PROMPTS),
+        ("stopping_criteria", {}, TWO_PROMPTS),
+        ("stopping_criteria", ENDS, PROMPT),
+    ],
+    ids=["processor", "processor-ends-two", "criterion-two", "criterion-ends"],
+)
 def test_tokens_changed_in_place_are_stocks(model, as_what, extra, prompt):
     """Stock passes its own tensor of tokens to processors and criteria, so in-place changes reach the next step."""
     unchanged, *_ = both(model, lambda: SAMPLING | extra, copy.deepcopy(prompt))
@@ -114,7 +125,7 @@ def test_scores_logits_and_sequences_are_stocks(model):
     stock, shared, call = both(model, lambda: arguments)
     assert call.path == "shared"
     assert torch.equal(shared.sequences, stock.sequences)
-    assert len(shared.scores) == len(stock.scores) == len(shared.logits) == 16
+    assert len(shared.scores) == len(stock.scores) == len(shared.logits) == 8
     for ours, theirs in zip(shared.logits + shared.scores, stock.logits + stock.scores, strict=True):
         torch.testing.assert_close(ours, theirs)
     transitions = [
@@ -122,7 +133,7 @@ def test_scores_logits_and_sequences_are_stocks(model):
     ]
     torch.testing.assert_close(*transitions)
     assert isinstance(shared[CACHE], fd.SharedContextCache)
-    assert shared[CACHE].get_seq_length() == stock[CACHE].get_seq_length() == 80 + 15
+    assert shared[CACHE].get_seq_length() == stock[CACHE].get_seq_length() == 80 + 7
 
 
 def test_stop_strings(tmp_path):

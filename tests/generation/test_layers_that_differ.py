@@ -20,7 +20,7 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .test_capture_on_gpu import drawn_alike
 
 NAMES = ["gemma4_text", "mimo_v2_flash", "laguna"]
-SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 4, "max_new_tokens": 12}
+SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 4, "max_new_tokens": 8}
 PROMPT = ragged_prompts(90)
 
 
@@ -73,7 +73,7 @@ def test_bytes_are_those_of_each_layer(differing):
         cache = differing.generate(**call)[CACHE]
         report = fd.explain(differing).last_call
     per_token = [layer.keys.shape[1] * (layer.keys.shape[-1] + layer.values.shape[-1]) * 4 for layer in stock.layers]
-    assert cache.nbytes.stored == sum(per_token) * (90 + 4 * 11)
+    assert cache.nbytes.stored == sum(per_token) * (90 + 4 * 7)
     # A window's layer holds its last tokens but one, to which a step adds the next.
     assert cache.nbytes.stock == cache_bytes(stock) + sum(
         4 * size for size, layer in zip(per_token, stock.layers, strict=True) if layer.is_sliding
@@ -107,10 +107,11 @@ def test_steps_have_tables_for_each_kind_of_layer(name, monkeypatch):
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     model = tiny_model(name)
     prompts = [ragged_prompts(30), ragged_prompts(57, 40, shared=33)]
-    stock = [seeded(lambda prompt=prompt: model.generate(**prompt, **SAMPLING)) for prompt in prompts]
+    call = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 4}
+    stock = [seeded(lambda prompt=prompt: model.generate(**prompt, **call)) for prompt in prompts]
     with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         for prompt, tokens in zip(prompts, stock, strict=True):
-            assert torch.equal(seeded(lambda prompt=prompt: model.generate(**prompt, **SAMPLING)), tokens)
+            assert torch.equal(seeded(lambda prompt=prompt: model.generate(**prompt, **call)), tokens)
         (*_, step) = state_of(model).captures._steps
     shapes = [alike.shape for alike in step.tables.layers.values()]
     assert len(set(shapes)) == 2

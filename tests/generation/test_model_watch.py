@@ -142,7 +142,7 @@ def test_what_a_call_kept_is_asked_again(change, caplog):
         else:
             model.config.layer_types = ["chunked_attention", "full_attention"]
             model.config.attention_chunk_size = 8
-        assert model.generate(**PROMPT, **SAMPLING).shape == (4, 96)
+        assert model.generate(**PROMPT, **SAMPLING).shape == (4, 88)
         expected = {"dropout": "training mode", "hook": "has a forward hook"}.get(change)
         report = state_of(model).last_call
         if expected is not None:

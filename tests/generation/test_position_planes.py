@@ -59,9 +59,11 @@ def test_text_alone_is_packed(planar, call):
     assert report.prefilled_tokens == 60 + 10 + 30 + 21
 
 
-@pytest.mark.parametrize("limit", [16384, 100, 1])
-@pytest.mark.parametrize("call", CALLS, ids=["sample", "beams"])
-@pytest.mark.parametrize("differ", [True, False], ids=["planes differ", "by force"])
+@pytest.mark.parametrize(
+    ("differ", "call", "limit"),
+    [(True, CALLS[0], 16384), (True, CALLS[1], 1), (False, CALLS[0], 100), (False, CALLS[1], 16384)],
+    ids=["planes differ", "planes differ, beams, a row at a time", "by force, a row at a time", "by force, beams"],
+)
 def test_by_rows(planar, call, differ, limit, monkeypatch):
     """A row for each distinct prompt, however many samples or beams it has, and in passes of few positions."""
     if not differ:

@@ -135,7 +135,7 @@ def test_dynamic_rope_runs_stock_beyond_its_limit(entry):
     """Which transformers reads from the config, and not from its entry for RoPE."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0} | entry
     model = tiny_model("llama-gqa", max_position_embeddings=88, rope_parameters=rope)
-    assert "88" in drawn(model, "stock").reason
+    assert "88" in drawn(model, "stock", {"max_new_tokens": 9}).reason
     drawn(model, "shared", {"max_new_tokens": 8})
 
 

@@ -18,9 +18,9 @@ from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import SAMPLING, both
 
-# 60 tokens that all rows share, then 4 to 30 of each prompt: a row has 64 to 90 tokens, and 24 new ones.
+# 60 tokens that all rows share, then 4 to 30 of each prompt: a row has 64 to 90 tokens, and 14 new ones.
 PROMPTS = ragged_prompts(90, 70, 81, 64, shared=60)
-CALL = SAMPLING | {"num_return_sequences": 3, "max_new_tokens": 24}
+CALL = SAMPLING | {"num_return_sequences": 3, "max_new_tokens": 14}
 # It ends at the token before, in the suffix, in nodes of depth 1, 0, in nodes of both, and for some rows nowhere. Of
 # one token alone, stock's own cache keeps all tokens where its mask expects none.
 WINDOWS = [2, 9, 30, 50, 64, 100]

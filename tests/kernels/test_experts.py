@@ -130,8 +130,10 @@ def test_experts_of_all_rows(rows: int, count: int, gate: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
-@pytest.mark.parametrize("gate", exhaustive_but(["silu", "limited"], GATES))
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("transposed", "gate"),
+    exhaustive_but([(False, "silu"), (True, "limited")], [(order, gate) for gate in GATES for order in (False, True)]),
+)
 def test_grouped_experts(transposed: bool, gate: str, dtype: torch.dtype) -> None:
     """Both orders of weights and of gates, with biases and without, and an expert without rows."""
     if DEVICE == "cuda" and dtype != torch.bfloat16:

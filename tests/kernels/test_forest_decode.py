@@ -91,8 +91,7 @@ def test_interpreted_in_fp32(block_m):
     check_result(decode(query, kv, config=config), query, kv)
 
 
-@pytest.mark.parametrize("chain", [2, 4])
-@pytest.mark.parametrize("block_m", [16, 32])
+@pytest.mark.parametrize(("block_m", "chain"), [(16, 4), (32, 2)])
 @pytest.mark.parametrize("seed", exhaustive_but([0, 1], range(4)))
 def test_short_nodes_read_in_chains(seed, block_m, chain):
     """Deep trees, whose last links may begin within a key tile or end with it."""

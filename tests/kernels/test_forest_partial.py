@@ -196,10 +196,12 @@ def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
 
 
 @pytest.mark.parametrize(
-    ("queries", "group", "overlap_suffix", "softcap"),
-    [(1, 1, False, None), (1, 4, False, None), (1, 4, True, None), (3, 4, True, 2.0), (3, 1, False, None)],
+    ("ranks", "queries", "group", "overlap_suffix", "softcap"),
+    [
+        *((ranks, 1, 4, False, None) for ranks in (1, 2, 4)),
+        *((4, 1, 1, False, None), (4, 1, 4, True, None), (2, 3, 4, True, 2.0), (4, 3, 1, False, None)),
+    ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_ranks_store_of_nodes_and_suffixes(ranks, queries, group, overlap_suffix, softcap):
     """Each rank appends its part of the new tokens; the partials of all merge to attention to all keys."""
     forest = random_forest(random.Random(29), ROWS, 3, longest=LONGEST)

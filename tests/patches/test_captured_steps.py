@@ -24,7 +24,7 @@ from hf_fastdecode.kernels.device import triton_is_installed
 
 from ..tiny_models import ragged_prompts, seeded
 from .family_models import NOT_BY_KERNEL, PLANS, family_model, family_pair
-from .slim_models import TEXT, pair
+from .slim_models import TEXT, two_heads
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
@@ -78,7 +78,7 @@ def test_eight_bits(uncaptured: None) -> None:
 
 @on_the_cpu
 def test_suffixes_that_move_are_captured_again(uncaptured: None, small_capacities: None) -> None:
-    model, slim = pair("mixed")
+    model, slim = two_heads("mixed")
     call = PROMPTS | SAMPLES | {"max_new_tokens": 11, "num_return_sequences": 1}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(slim, mode="graph", backend="triton"):
@@ -93,7 +93,7 @@ def test_suffixes_that_move_are_captured_again(uncaptured: None, small_capacitie
 @on_the_cpu
 def test_rows_that_finish_leave(uncaptured: None, small_capacities: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)  # of so few steps none pays for a capture
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     ends = {"num_return_sequences": 4, "eos_token_id": list(range(3, 30)), "pad_token_id": 0, "max_new_tokens": 16}
     stock, found, report = both(model, slim, **ends)
     assert torch.equal(found, stock)
@@ -104,7 +104,7 @@ def test_rows_that_finish_leave(uncaptured: None, small_capacities: None, monkey
 
 @on_the_cpu
 def test_every_call_captures_and_drops_what_earlier_calls_captured(uncaptured: None) -> None:
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     calls = [SAMPLES | {"max_new_tokens": 3, "num_return_sequences": samples} for samples in (2, 1, 2)]
     with fd.enabled(slim, mode="graph", backend="triton"):
         captures = state_of(slim).captures
@@ -131,7 +131,7 @@ def test_a_later_capture_that_fails(
         make(self, *args)
 
     monkeypatch.setattr(captured_step.CapturedStep, "__init__", make_or_fail)
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     call = PROMPTS | SAMPLES | {"max_new_tokens": 10}
     stock = seeded(lambda: model.generate(**call))
     with fd.enabled(slim, mode=mode, backend="triton"):
@@ -147,7 +147,7 @@ def test_a_later_capture_that_fails(
 
 @on_the_cpu
 def test_a_returned_cache_is_not_written_by_later_calls(uncaptured: None) -> None:
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     call = SAMPLES | {"max_new_tokens": 4, "return_dict_in_generate": True}
     with fd.enabled(slim, mode="graph", backend="triton"):
         first = seeded(lambda: slim.generate(**PROMPTS, **call))
@@ -163,7 +163,7 @@ def test_a_returned_cache_is_not_written_by_later_calls(uncaptured: None) -> Non
 def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever calls came before it: its captures serve no other."""
     monkeypatch.setattr(modes, "_STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL", 3)
-    slim = pair("k+r")[1]
+    slim = two_heads()[1]
     found = []
     with fd.enabled(slim, backend="triton"):
         for tokens in (2, 2, 3):
@@ -209,7 +209,7 @@ def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytes
         make(self, model, rows, *args)
 
     monkeypatch.setattr(captured_step.CapturedStep, "__init__", make_few)
-    slim, found = pair("k+r")[1], []
+    slim, found = two_heads()[1], []
     with fd.enabled(slim):
         for samples in (2, 1):
             slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": 3, "num_return_sequences": samples})
@@ -222,7 +222,7 @@ def test_rows_that_the_kernel_does_not_take(uncaptured: None, monkeypatch: pytes
 @torch.no_grad()
 def test_rows_of_different_lengths(uncaptured: None) -> None:
     """Rows accepted different numbers of drafts."""
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     drafts, ids, kept = TEXT[20:32].view(3, 4), TEXT[40:43], torch.tensor([3, 1, 2])
     with fd.enabled(slim, backend="triton"):
         cache = fd.prefill(slim, TEXT[None, :20])
@@ -285,7 +285,7 @@ def test_steps_of_all_lengths_are_one_graph(name: str, plan: str, uncaptured: No
 @on_the_cpu
 def test_passes_of_other_loops(uncaptured: None, caplog: pytest.LogCaptureFixture) -> None:
     """Captured with one token of each row, in order; beams, which reorder rows, run eagerly."""
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     call: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True}
     call = {**PROMPTS, **SAMPLES, **call}
     stock = seeded(lambda: model.generate(**call))

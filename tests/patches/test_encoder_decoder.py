@@ -39,7 +39,7 @@ EPS = torch.finfo(torch.float32).eps
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
     torch.manual_seed(0)
-    settings = {"max_new_tokens": 32, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
+    settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, **read_by(model)}
     # Random models repeat themselves, and texts that do not depend on the context would prove nothing.
     return model.generate(**{**settings, "no_repeat_ngram_size": 2, **options})
 
@@ -81,7 +81,7 @@ def test_greedy_over_padded_rows(name: str, plan: str, dtype: torch.dtype) -> No
     expected, found = greedy_of_stock(name, dtype), generate(slim)
     assert type(found[CACHE]) is EncoderDecoderCache
     assert torch.equal(found.sequences, expected.sequences)
-    assert expected.sequences.unique().numel() > 10
+    assert expected.sequences.unique().numel() > 8
     (self_kv, cross_kv), (self_slim, cross_slim) = (cached_bytes(one[CACHE]) for one in (expected, found))
     if plan in ("k", "e"):
         assert self_slim * 2 == self_kv
@@ -121,7 +121,7 @@ def test_weights_are_read_as_the_layers_use_them(name: str) -> None:
 )
 @pytest.mark.parametrize(("name", "plan"), [pair for pair in PAIRS if pair[1] in ("k+r", "x")])
 def test_beams_and_several_sequences(name: str, plan: str, options: dict[str, Any]) -> None:
-    expected, found = (generate(model, max_new_tokens=24, **options) for model in encoder_decoder_pair(name, plan))
+    expected, found = (generate(model, max_new_tokens=12, **options) for model in encoder_decoder_pair(name, plan))
     assert torch.equal(found.sequences, expected.sequences)
     assert len(found.sequences.unique(dim=0)) == len(found.sequences)
 
@@ -143,7 +143,7 @@ def test_a_prompt_of_whisper() -> None:
 @pytest.mark.parametrize("plan", ["k+r", "x"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_static_cache(name: str, plan: str) -> None:
-    options = {"cache_implementation": "static", "max_new_tokens": 24}
+    options = {"cache_implementation": "static", "max_new_tokens": 12}
     expected, found = (generate(model, **options) for model in encoder_decoder_pair(name, plan))
     assert torch.equal(found.sequences, expected.sequences)
 
@@ -314,7 +314,7 @@ BEAMS = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2}
 
 def drawn(slim: PreTrainedModel, **arguments: Any) -> Any:
     torch.manual_seed(0)
-    return slim.generate(**read_by(slim), **{"max_new_tokens": 12, "no_repeat_ngram_size": 2, **arguments})
+    return slim.generate(**read_by(slim), **{"max_new_tokens": 8, "no_repeat_ngram_size": 2, **arguments})
 
 
 def check(slim: PreTrainedModel, **arguments: Any) -> None:

@@ -39,7 +39,7 @@ def load(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def tokens(model: PreTrainedModel) -> Any:
-    return model.generate(**read_by(model), max_new_tokens=32, do_sample=False, no_repeat_ngram_size=2)
+    return model.generate(**read_by(model), max_new_tokens=12, do_sample=False, no_repeat_ngram_size=2)
 
 
 @pytest.mark.usefixtures("undrawn")

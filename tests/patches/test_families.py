@@ -44,7 +44,7 @@ from ..tiny_models import ragged_prompts
 from .family_models import FAMILIES, REFUSED, WITH_INPUTS, family_condition, family_model, family_pair, pairs
 from .slim_models import TEXT, relative
 
-PROMPTS = ragged_prompts(9, 31)
+PROMPTS = ragged_prompts(33, 57)
 EPS = torch.finfo(torch.float32).eps
 STORED_AS_OTHERS = ("phi3-window", "phi3-partial", "phi3-long", "gpt_neox-serial", "gpt2-scaled", "qwen2")
 STORED_AS_OTHERS += ("cohere-norm", "stablelm-norm", "codegen", "llama", "llama-yarn")
@@ -58,8 +58,8 @@ DROPS_TOKENS = Version(transformers.__version__) < Version("5.20")
 
 
 def generate(model: PreTrainedModel, **options: Any) -> Any:
-    # Past the window of 40 tokens, and past the 64 from which frequencies are others.
-    settings = {"max_new_tokens": 36, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
+    # One row past the window of 40 tokens, one past the 64 from which frequencies are others.
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True, **PROMPTS, **options}
     if DROPS_TOKENS and type(model) is Phi3ForCausalLM and model.config.rope_parameters["rope_type"] == "longrope":
         settings = {**settings, "cache_implementation": None, "use_cache": False}
     return model.generate(**settings, output_logits=True)
@@ -146,7 +146,7 @@ def test_static_cache(name: str, plan: str) -> None:
 
 @pytest.mark.parametrize("cache", [{}, {"prefill_chunk_size": 9}, {"cache_implementation": "static"}], ids=str)
 def test_prompts_longer_than_the_window(cache: dict[str, Any]) -> None:
-    options = {**ragged_prompts(30, 70), **cache, "max_new_tokens": 24}
+    options = {**ragged_prompts(30, 70), **cache}
     expected, found = (generate(model, **options) for model in family_pair("phi3-window", "k"))
     assert torch.equal(found.sequences, expected.sequences)
 
@@ -155,7 +155,7 @@ def test_prompts_longer_than_the_window(cache: dict[str, Any]) -> None:
 def test_frequencies_that_change_with_length(cache: dict[str, Any]) -> None:
     """Rows that reach 64 tokens have their caches made anew by the model, with other frequencies."""
     model, slim = family_pair("phi3-long", "k")
-    options = {**ragged_prompts(30, 50), **cache}
+    options = {**ragged_prompts(40, 57), **cache}
     expected, found = generate(model, **options), generate(slim, **options)
     assert torch.equal(found.sequences, expected.sequences)
     error = relative(torch.stack(found.logits), torch.stack(expected.logits))

@@ -23,7 +23,7 @@ from hf_fastdecode.patches.layers import kernel_attention, rotation
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .family_models import PLANS, family_pair
-from .slim_models import TEXT, pair, relative
+from .slim_models import TEXT, relative, two_heads
 
 pytestmark = pytest.mark.skipif(not triton_is_installed(), reason="needs Triton")
 PADDED = ragged_prompts(20, 13)
@@ -56,7 +56,7 @@ def generate(model: PreTrainedModel, prompt: dict[str, Tensor], **call: Any) -> 
 @pytest.mark.parametrize("call", [{}, {"num_beams": 2}, {"do_sample": True, "top_k": 0}], ids=str)
 @pytest.mark.parametrize("prompt", [PADDED, {"input_ids": TEXT[None, :20]}], ids=["padded", "alone"])
 def test_tokens_are_those_of_the_ordinary_model(averaged, prompt: dict[str, Tensor], call: dict[str, Any]) -> None:
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     assert torch.equal(generate(slim, prompt, **call), generate(model, prompt, **call))
     assert len(averaged) == STEPS * len(slim.model.layers)
     expected = (PADDED["attention_mask"] == 0).sum(1).tolist() if prompt is PADDED else None
@@ -75,7 +75,7 @@ def test_families(averaged, name: str) -> None:
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "fp8"])
 def test_8_bits(averaged, monkeypatch: pytest.MonkeyPatch, cache_dtype: str) -> None:
-    slim = to_slim(pair("k+r")[0], TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
+    slim = to_slim(two_heads()[0], TEXT, plan=PLANS["k+r"], cache_dtype=cache_dtype, tolerance=1e9)
     found = generate(slim, PADDED)
     assert len(averaged) == STEPS * len(slim.model.layers)
     monkeypatch.setattr(kernel_attention, "takes_kernels", lambda *_: False)
@@ -85,7 +85,7 @@ def test_8_bits(averaged, monkeypatch: pytest.MonkeyPatch, cache_dtype: str) -> 
 @torch.no_grad()
 def test_static_caches_and_masks_of_transformers(averaged) -> None:
     """Their free slots are hidden, as tokens of padding are."""
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     options = {"cache_implementation": "static", "disable_compile": True}
     assert torch.equal(generate(slim, PADDED, **options), generate(model, PADDED, **options))
     assert len(averaged) == STEPS * len(slim.model.layers)
@@ -96,7 +96,7 @@ def test_a_mask_is_looked_at_once_in_a_pass(averaged, monkeypatch: pytest.Monkey
     looked: list[Tensor] = []
     range_of = kernel_attention._range_of
     monkeypatch.setattr(kernel_attention, "_range_of", lambda seen: looked.append(seen) or range_of(seen))
-    generate(pair("k+r")[1], PADDED)
+    generate(two_heads()[1], PADDED)
     assert len(looked) == STEPS
     assert len(kernel_attention._visible) == 0
 
@@ -104,7 +104,7 @@ def test_a_mask_is_looked_at_once_in_a_pass(averaged, monkeypatch: pytest.Monkey
 @torch.no_grad()
 @pytest.mark.parametrize("hidden", ["gap", "all", "added"])
 def test_masks_that_the_kernel_does_not_take(averaged, monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
-    slim, cache = pair("k+r")[1], DynamicCache()
+    slim, cache = two_heads()[1], DynamicCache()
     slim(TEXT[None, :20], **{CACHE: cache})
     mask = torch.ones(1, 1, 1, 21, dtype=torch.bool)
     mask[..., 7:9] = False
@@ -119,7 +119,7 @@ def test_masks_that_the_kernel_does_not_take(averaged, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("way", ["gradients", "several", "eager", "threshold", "inputs", "interleaved"])
 def test_steps_of_pytorchs_operators(averaged, way: str) -> None:
-    model, slim = pair("k")
+    model, slim = two_heads("k")
     if way in ("inputs", "interleaved"):
         model, slim = family_pair("gpt2", "x") if way == "inputs" else family_pair("codegen", "k")
     slim = copy.deepcopy(slim)
@@ -136,7 +136,7 @@ def test_steps_of_pytorchs_operators(averaged, way: str) -> None:
 
 
 def test_inference_mode(averaged) -> None:
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     with torch.inference_mode():
         assert torch.equal(generate(slim, PADDED), generate(model, PADDED))
     assert averaged
@@ -145,7 +145,7 @@ def test_inference_mode(averaged) -> None:
 def test_a_kernel_that_fails_gives_way(averaged, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_fastdecode.kernels.slim_decode import api as launches
 
-    model, slim = pair("k+r")
+    model, slim = two_heads()
     monkeypatch.setattr(failures, "_failures", {})
     monkeypatch.setattr(launches, "slim_partials", None)
     assert torch.equal(generate(slim, PADDED), generate(model, PADDED))
@@ -224,7 +224,7 @@ def test_half_precision(launches: str, fuse: bool, monkeypatch: pytest.MonkeyPat
     appended: list[Any] = []
     append = slim_append.append_token
     monkeypatch.setattr(slim_append, "append_token", lambda *given: (appended.append(given), append(*given))[1])
-    model = copy.deepcopy(pair("k+r")[0]).half()
+    model = copy.deepcopy(two_heads()[0]).half()
     slim = to_slim(model, TEXT, plan=PLANS["k+r"])
     options = {} if fuse else {"fuse_projections": False}
     errors = errors_of_logits(model, slim, TEXT[None, :30], options, num_return_sequences=2, max_new_tokens=8)
@@ -237,7 +237,7 @@ def slim_layer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A slim layer whose captured steps kernels serve."""
     monkeypatch.setattr(kernel_attention, "products_refusal", lambda *_: None)
     monkeypatch.setattr(kernel_attention, "fuses_products", lambda: True)
-    slim: Any = to_slim(copy.deepcopy(pair("k+r")[0]).half(), TEXT, plan=PLANS["k+r"])
+    slim: Any = to_slim(copy.deepcopy(two_heads()[0]).half(), TEXT, plan=PLANS["k+r"])
     return slim.model.layers[0].self_attn
 
 

@@ -43,7 +43,7 @@ LONGROPE = {
 
 
 def tokens(model: PreTrainedModel, given: dict[str, Tensor] | None = None, **options: Any) -> Tensor:
-    settings = {"max_new_tokens": 16, "do_sample": False, "no_repeat_ngram_size": 2, **options}
+    settings = {"max_new_tokens": 8, "do_sample": False, "no_repeat_ngram_size": 2, **options}
     out: Tensor = model.generate(**(inputs(model) if given is None else given), **settings)
     return out
 

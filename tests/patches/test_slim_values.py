@@ -282,7 +282,7 @@ def test_keys_keep_their_precision(variant: str) -> None:
         if isinstance(module, Int8Linear):
             module.weight = nn.Parameter(module.weight * module.scales)
             module.scales = torch.ones(())
-    found, expected = (one.generate(**PROMPTS, max_new_tokens=16, do_sample=False) for one in (model, dequantized))
+    found, expected = (one.generate(**PROMPTS, max_new_tokens=8, do_sample=False) for one in (model, dequantized))
     assert torch.equal(found, expected)
 
 

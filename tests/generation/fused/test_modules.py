@@ -20,7 +20,7 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
-from ...tiny_models import ARCHITECTURES
+from ...tiny_models import ONE_OF_EACH_TYPE
 from .half_models import DEVICE, Counted, check_fused, counting, fail, half, logits
 
 FOUND = {
@@ -49,7 +49,7 @@ def test_found(name: str) -> None:
     assert ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())) == FOUND[name]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ONE_OF_EACH_TYPE)
 def test_same_logits(name: str) -> None:
     """Error against fp32 at most twice that of the model's own code, in every architecture."""
     model = half(name)

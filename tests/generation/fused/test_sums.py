@@ -15,7 +15,7 @@ from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import WaitingSums, waiting_sums
 from hf_fastdecode.generation.steps.graph_capture import FusedProjections
 
-from ...tiny_models import ARCHITECTURES
+from ...tiny_models import ONE_OF_EACH_TYPE
 from .half_models import DEVICE, half, logits
 
 
@@ -49,7 +49,7 @@ def test_taken_along(taken: list[bool]) -> None:
     assert taken == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ONE_OF_EACH_TYPE)
 def test_same_logits(name: str) -> None:
     model = half(name)
     fused = FusedModules(model)
