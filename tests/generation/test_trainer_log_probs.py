@@ -243,7 +243,7 @@ def test_noise_encoders_and_learned_prompts_are_refused():
     with pytest.raises(ValueError, match=r"training mode with Dropout.p=0.1; call model.eval\(\), .*, or enable"):
         sampled(model)
     model = enabled()
-    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation  # as PEFT sets its own
+    model.prepare_inputs_for_generation = tiny_model("qwen3").prepare_inputs_for_generation  # as PEFT sets its own
     with pytest.raises(ValueError, match=r"which are not in the rows; use an adapter of weights, such as LoRA, or en"):
         sampled(model)
     sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "decoder_start_token_id": 0}

@@ -15,18 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
     GenerationConfig,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     PreTrainedModel,
     StoppingCriteriaList,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
+    TemperatureLogitsWarper,
 )
 from transformers.generation import GenerationMode
 
@@ -42,12 +37,6 @@ from .stopping import Stopping
 
 _LOGITS: Final = 2**27
 """Logits that are in memory at once: 512 MiB in fp32, and about twice as much of what is computed from them."""
-
-_FILTERS: Final = (
-    *(EpsilonLogitsWarper, EtaLogitsWarper, MinPLogitsWarper, TopHLogitsWarper),
-    *(TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper),
-)
-"""Processors that remove tokens by their logits: by rounding, also one that a step has kept and drawn."""
 
 _READ: Final = frozenset({"inputs", "input_ids", "attention_mask"})
 
@@ -104,7 +93,8 @@ def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool)
     given = set() if call is None else call.given.keys() - _READ
     if others := given & inspect.signature(model.forward).parameters.keys():
         return f"this call is given {', '.join(sorted(others))}; give input_ids and attention_mask alone"
-    if "prepare_inputs_for_generation" in vars(model):
+    prepares_itself = getattr(model.prepare_inputs_for_generation, "__self__", None) is model
+    if not prepares_itself:
         return (
             "prepare_inputs_for_generation is replaced, as by PEFT's prompts and prefixes, which are not in the rows; "
             "use an adapter of weights, such as LoRA"
@@ -156,7 +146,7 @@ class _TrainerLogProbs:
             logits, chosen = self._logits(sequences[rows], mask[rows], steps), tokens[rows, steps, None]
             raw[rows, steps] = logits.log_softmax(-1).gather(2, chosen)[..., 0]
             processors = self.sampler.processors_of(numbers[rows])
-            unfiltered = LogitsProcessorList(one for one in processors if not isinstance(one, _FILTERS))
+            unfiltered = LogitsProcessorList(one for one in processors if not _is_filter(one))
             for place in range(logits.shape[1] if processes else 0):
                 ids, token = sequences[rows, : width + steps.start + place], chosen[:, place]
                 scores = processors(ids, logits[:, place])
@@ -195,6 +185,11 @@ class _TrainerLogProbs:
             given["logits_to_keep"] = columns
         logits: Tensor = self.model(**given).logits
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
+
+
+def _is_filter(processor: LogitsProcessor) -> bool:
+    """Whether it removes tokens by their logits: by rounding, also one that a step has kept and drawn."""
+    return type(processor).__name__.endswith("Warper") and not isinstance(processor, TemperatureLogitsWarper)
 
 
 def _slices(count: int, most: int) -> list[slice]:
