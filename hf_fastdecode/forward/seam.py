@@ -75,8 +75,7 @@ def _forward(
     structure = state.structure_of(decoder)
     try:
         try:
-            output = _of_last_rows(state, decoder, structure, given, report)
-            return _shared(state, decoder, original, structure, given, report) if output is None else output
+            return _shared(state, decoder, original, structure, given, report)
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
         return original(*args, **kwargs)
@@ -96,13 +95,14 @@ def _shared(
     given: dict[str, Any],
     report: ForwardReport,
 ) -> Any:
-    """The output of the packed pass; raises `Unsupported`."""
+    """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
+    last, state.last_rows = state.last_rows, None
     options = state.options
     most = _most_kept(options, decoder, given)
-    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
-        raise Unsupported(reason)
-    check_settings(decoder, structure, given)
-    batch = read_batch(decoder, given, least=1 if most else 2)
+    batch = _checked_batch(decoder, structure, given, alone=most > 0 or last is not None)
+    if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
+        state.last_rows = last
+        return output
     before = _before(state, decoder, structure) if most else None
     moved, trie = _found(options, decoder, structure, batch, before)
     report.rows, report.tokens, report.computed = len(moved.rows), trie.given, len(trie.places)
@@ -136,6 +136,14 @@ def _shared(
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
     packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
+
+
+def _checked_batch(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], *, alone: bool) -> Batch:
+    """The rows of a pass, which may be one row `alone`; raises `Unsupported` if the decoder cannot pack them now."""
+    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
+        raise Unsupported(reason)
+    check_settings(decoder, structure, given)
+    return read_batch(decoder, given, least=1 if alone else 2)
 
 
 def _fill_by_stock(
@@ -214,18 +222,19 @@ def _rows_to_keep(
 
 
 def _of_last_rows(
-    state: ModelState, decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], report: ForwardReport
+    last: object,
+    decoder: PreTrainedModel,
+    structure: Structure,
+    batch: Batch,
+    given: dict[str, Any],
+    report: ForwardReport,
 ) -> Any:
-    """The output of a pass over rows that the last one has kept; None for others. Raises `Unsupported`."""
-    last, state.last_rows = state.last_rows, None
+    """The output of a pass over rows that the last one has kept; None for others."""
     if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
         return None
-    check_settings(decoder, structure, given)
-    batch = read_batch(decoder, given, least=1)
     if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
         return None
     check_labels(batch)
-    state.last_rows = last
     report.rows, report.tokens = len(batch.rows), sum(len(row.keys) for row in batch.rows)
     report.kept, report.path, report.reason = last.hidden.shape[1], "shared", "the last pass computed these rows"
     output = last.kind(last_hidden_state=last.hidden)

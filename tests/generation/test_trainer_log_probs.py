@@ -10,6 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding import log_probs
+from hf_fastdecode.generation.model_state import state_of
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .test_many_rows import letters
@@ -80,14 +81,34 @@ def test_raw_and_processed_are_stocks(arguments):
         assert not found[~drawn].any()
 
 
-def test_rows_that_stop_strings_end():
-    stops = {"stop_strings": [chr(97 + number) for number in range(0, 97, 9)], "tokenizer": letters()}
+@pytest.mark.parametrize("pad", [0, ENDS[0]])
+def test_rows_that_stop_strings_end(pad):
+    """An end token that pads too counts once, as a trainer counts it."""
+    stops = {"pad_token_id": pad} | {
+        "stop_strings": [chr(97 + number) for number in range(0, 97, 9)],
+        "tokenizer": letters(),
+    }
     model = enabled()
     output = sampled(model, SAMPLED | stops)
-    rows, drawn = rows_of(output.sequences, padded=True)
+    rows, drawn = rows_of(output.sequences, padded=pad not in ENDS)
     assert (drawn.sum(1) < drawn.shape[1]).any()
     with fd.enabled(model, min_saved_tokens=1), torch.no_grad():
         assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
+def test_a_drawn_token_counts_as_kept(monkeypatch):
+    """Also where top-k, of logits that differ from those of the steps, would have removed it."""
+    compute = log_probs._TrainerLogProbs._logits
+    monkeypatch.setattr(log_probs._TrainerLogProbs, "_logits", lambda *given: -compute(*given))
+    model = enabled()
+    output = sampled(model, SAMPLED | {"top_k": 5, "renormalize_logits": True})
+    rows, drawn = rows_of(output.sequences)
+    with torch.no_grad():
+        scores = -model(**rows).logits.double()[:, WIDTH - 1 : -1] / SAMPLED["temperature"]
+    tokens = rows["input_ids"][:, WIDTH:, None]
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(2, torch.cat([scores.topk(5)[1], tokens], 2), True)
+    expected = scores.gather(2, tokens) - scores.where(kept, -torch.inf).logsumexp(-1, keepdim=True)
+    assert (output.processed_logprobs - expected[..., 0])[drawn].abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -144,6 +165,30 @@ def test_hidden_states_are_given_only_for_the_same_pass(change):
     assert (found - stock)[kept].abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("change", ["noise", "a hook"])
+def test_hidden_states_are_not_given_where_code_must_run(change):
+    model, seen = enabled("gpt2"), []
+    rows, _ = rows_of(sampled(model).sequences)
+    if change == "noise":
+        model.train()
+    else:
+        model.transformer.h[0].register_forward_hook(lambda *_: seen.append(change))
+    with torch.no_grad():
+        model(**rows)
+    assert fd.explain(model).last_forward.path == "stock"
+    assert bool(seen) == (change == "a hook")
+
+
+def test_the_next_call_has_their_memory():
+    model, kept = enabled(), []
+    expected = sampled(model)
+    recorder = fd.TokenLogProbs(lambda drawn: kept.append(state_of(model.model).last_rows))
+    sequences = sampled(model, CUT | {"return_dict_in_generate": False, "logits_processor": [recorder]})
+    assert kept
+    assert set(kept) == {None}
+    assert torch.equal(recorder.of(sequences[:, WIDTH:]), expected.logprobs)
+
+
 def test_calls_that_run_stock_and_recorders_have_them():
     model = enabled()
     expected, recorder = sampled(model), fd.TokenLogProbs()
@@ -173,6 +218,12 @@ def test_nothing_is_scored_unless_asked_for():
     assert output.logprobs is output.processed_logprobs is None
 
 
+def test_processors_of_whole_batches_leave_processed_ones_out():
+    output = sampled(enabled(), SAMPLED | {"encoder_repetition_penalty": 1.2, "num_return_sequences": 1})
+    assert output.logprobs is not None
+    assert output.processed_logprobs is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -187,9 +238,13 @@ def test_what_is_refused(arguments, message):
         model.generate(**PROMPTS | RETURNED | arguments)
 
 
-def test_noise_and_encoders_are_refused():
+def test_noise_encoders_and_learned_prompts_are_refused():
     model = enabled("gpt2").train()
     with pytest.raises(ValueError, match=r"training mode with Dropout.p=0.1; call model.eval\(\), .*, or enable"):
+        sampled(model)
+    model = enabled()
+    model.prepare_inputs_for_generation = tiny_model("qwen3").prepare_inputs_for_generation  # as PEFT sets its own
+    with pytest.raises(ValueError, match=r"which are not in the rows; use an adapter of weights, such as LoRA, or en"):
         sampled(model)
     sizes = {"d_model": 64, "d_kv": 16, "num_heads": 4, "d_ff": 96, "num_layers": 2, "decoder_start_token_id": 0}
     encodes = fd.enable(T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes)).eval(), log_probs="trainer")

@@ -14,14 +14,22 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+)
 from transformers.generation import GenerationMode
 
 from ..._compat import pad_token
 from ...errors import reason_of
 from ..call_context import active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
-from ..model_state import last_forward_of, state_of
+from ..model_state import last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -55,8 +63,11 @@ def adding_log_probs(
     """
     state = state_of(model)
     recorders = [one for one in processors if type(one) is TokenLogProbs]
-    asked = recorders or config.return_dict_in_generate
-    if state is None or state.options.log_probs != "trainer" or not asked:
+    if state is None or state.options.log_probs != "trainer":
+        return lambda output: output
+    for one in (state, *(of_part for _, of_part in owned_by(state, model))):
+        one.last_rows = None  # the steps may need their memory
+    if not (recorders or config.return_dict_in_generate):
         return lambda output: output
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")), synced_gpus=synced_gpus)
     if refusal is not None:
@@ -64,7 +75,8 @@ def adding_log_probs(
             f"log_probs='trainer' scores rows of text that are drawn token by token, and {refusal}, or enable the "
             "model with log_probs='auto'"
         )
-    others = LogitsProcessorList(one for one in processors if type(one) is not TokenLogProbs)
+    without = TokenLogProbs, LogitNormalization  # which change no probability
+    others = LogitsProcessorList(one for one in processors if type(one) not in without)
     sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
     mask = torch.ones_like(prompts) if mask is None else mask
@@ -81,6 +93,12 @@ def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool)
     given = set() if call is None else call.given.keys() - _READ
     if others := given & inspect.signature(model.forward).parameters.keys():
         return f"this call is given {', '.join(sorted(others))}; give input_ids and attention_mask alone"
+    prepares_itself = getattr(model.prepare_inputs_for_generation, "__self__", None) is model
+    if not prepares_itself:
+        return (
+            "prepare_inputs_for_generation is replaced, as by PEFT's prompts and prefixes, which are not in the rows; "
+            "use an adapter of weights, such as LoRA"
+        )
     if synced_gpus:  # rows of other lengths may take another number of passes
         return "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
     return reason_of(check_noise, model.modules())
@@ -108,7 +126,7 @@ class _TrainerLogProbs:
     def __call__(self, output: Any) -> Any:
         """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
         sequences = output if isinstance(output, Tensor) else output.sequences
-        processes = sequences is not output and not self.sampler.custom
+        processes = sequences is not output and not self.sampler.needs_all_rows
         raw, processed = self._of(sequences, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw)
@@ -128,9 +146,12 @@ class _TrainerLogProbs:
             logits, chosen = self._logits(sequences[rows], mask[rows], steps), tokens[rows, steps, None]
             raw[rows, steps] = logits.log_softmax(-1).gather(2, chosen)[..., 0]
             processors = self.sampler.processors_of(numbers[rows])
+            unfiltered = LogitsProcessorList(one for one in processors if not _is_filter(one))
             for place in range(logits.shape[1] if processes else 0):
-                scores = processors(sequences[rows, : width + steps.start + place], logits[:, place])
-                processed[rows, steps.start + place] = scores.log_softmax(-1).gather(1, chosen[:, place])[:, 0]
+                ids, token = sequences[rows, : width + steps.start + place], chosen[:, place]
+                scores = processors(ids, logits[:, place])
+                scores = scores.scatter(1, token, unfiltered(ids, logits[:, place]).gather(1, token))
+                processed[rows, steps.start + place] = scores.log_softmax(-1).gather(1, token)[:, 0]
         return raw.where(drawn, 0.0), processed.where(drawn, 0.0)
 
     def _drawn(self, tokens: Tensor) -> Tensor:
@@ -139,7 +160,8 @@ class _TrainerLogProbs:
         ends = torch.zeros_like(tokens) if eos is None else torch.isin(tokens, eos).long()
         drawn = ends.cumsum(1) == ends
         if self.stopping.custom and self.stopping.pads and self.pad is not None:
-            drawn &= (tokens != self.pad.to(tokens.device)).flip(1).cumsum(1).flip(1) > 0
+            real = (tokens != self.pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
+            drawn &= real.flip(1).cumsum(1).flip(1) > 0
         return drawn
 
     def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:
@@ -163,6 +185,11 @@ class _TrainerLogProbs:
             given["logits_to_keep"] = columns
         logits: Tensor = self.model(**given).logits
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
+
+
+def _is_filter(processor: LogitsProcessor) -> bool:
+    """Whether it removes tokens by their logits: by rounding, also one that a step has kept and drawn."""
+    return type(processor).__name__.endswith("Warper") and not isinstance(processor, TemperatureLogitsWarper)
 
 
 def _slices(count: int, most: int) -> list[slice]:

@@ -436,8 +436,9 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
             0 after a row's end; None with transformers' own sampler, unless the model is enabled with
             ``log_probs="trainer"``.
         processed_logprobs: Likewise in the distribution that it was drawn from: after penalties, temperature, top-k,
-            top-p and others; with greedy search after processors alone. With ``log_probs="trainer"``, and processors
-            of transformers without a state between steps; else None.
+            top-p and others; with greedy search after processors alone. A drawn token that top-k, top-p or the like
+            would remove by rounding counts as kept. With ``log_probs="trainer"``, and processors of transformers
+            that need neither a state between steps nor all rows; else None.
     """
 
     logprobs: Tensor | None = None
