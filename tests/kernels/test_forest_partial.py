@@ -316,7 +316,8 @@ def test_against_the_oracle(latent, rest, queries):
 
 
 @pytest.mark.parametrize(
-    ("generation", "memory", "widest"), [(9, 227, (64, 64)), (10, 227, (32, 64)), (8, 163, (64, 32)), (8, 99, (16, 32))]
+    ("generation", "memory", "widest"),
+    [(9, 227, (64, 64)), (10, 227, (32, 64)), (8, 163, (64, 32)), (8, 99, (16, 32))],
 )
 def test_launch_parameters_fit(generation, memory, widest, monkeypatch):
     """On a B200, `make test-compile` found 345 KiB for 64 queries, 112 KiB for 32."""
