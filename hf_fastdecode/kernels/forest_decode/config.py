@@ -93,6 +93,8 @@ def choose_config(
         shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     if latents:
         return _config_of_latents(packed, head_dim, overlap=overlap, shared_memory=shared_memory, device=device)
     if rest:
@@ -273,13 +275,11 @@ def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
 
 
 def _hopper_kernel_runs(device: torch.device | None) -> bool:
-    return _generation(device) == 9 and failure(Kernel.HOPPER, device) is None
+    return device is not None and _generation(device) == 9 and failure(Kernel.HOPPER, device) is None
 
 
 def _generation(device: torch.device | None) -> int:
     """First number of the compute capability that kernels are compiled for; 0 where Triton interprets them."""
-    if device is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
     if device is None or device.type != "cuda" or interpreted():
         return 0
     return compute_capability(device)[0]
