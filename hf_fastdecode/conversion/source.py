@@ -96,7 +96,7 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"torch's safe loader refuses {file}: it is cut off or damaged, would run code, or has another protocol "
-            "than torch.save's default; take weights in safetensors"
+            "than torch.save's default; download it again, or take weights in safetensors"
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(

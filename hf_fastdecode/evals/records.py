@@ -149,18 +149,19 @@ def read_verdicts(path: Path) -> list[Verdict]:
 def _record(kind: type[SampleOrVerdict], record: Record) -> SampleOrVerdict:
     line, given = record.fields, dict[str, Any]()
     for field in fields(kind):
-        wanted = _KINDS[field.name]
+        wanted, in_json = _KINDS[field.name]
         value = line.get(field.name, None if field.default is MISSING else field.default)
-        if not isinstance(value, wanted) and (value is not None or field.default is not None):
+        is_right = isinstance(value, wanted) and not (isinstance(value, float) and not math.isfinite(value))
+        if not is_right and (value is not None or field.default is not None):
             got = shown(value) if field.name in line else f"only {shown(', '.join(sorted(line)) or 'none')}"
             name = f"{field.name} of a {kind.__name__.lower()}"
-            raise record.error(f"{name} must be of type {wanted.__name__}, got {got}; mend or delete that line")
+            raise record.error(f"{name} must be a {in_json}, got {got}; mend or delete that line")
         given[field.name] = value
     return kind(**given)
 
 
-_KINDS: Final[dict[str, type]] = {
-    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), str),
-    **dict.fromkeys(("index", "tokens", "thought_tokens"), int),
-    **dict.fromkeys(("sum_logp", "sum_processed_logp"), Real),
+_KINDS: Final[dict[str, tuple[type, str]]] = {
+    **dict.fromkeys(("task_id", "completion", "status", "detail", "outputs"), (str, "text")),
+    **dict.fromkeys(("index", "tokens", "thought_tokens"), (int, "whole number")),
+    **dict.fromkeys(("sum_logp", "sum_processed_logp"), (Real, "finite number")),
 }

@@ -93,8 +93,10 @@ def choose_config(
         shared_memory: Bytes of shared memory per program.
         device: Where the kernels will run; the current CUDA device when None.
     """
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     if latents:
-        return _config_of_latents(packed, head_dim, overlap=overlap, shared_memory=shared_memory)
+        return _config_of_latents(packed, head_dim, overlap=overlap, shared_memory=shared_memory, device=device)
     if rest:
         return _config_with_rest(packed, head_dim, rest, overlap=overlap, shared_memory=shared_memory)
     # Shapes for which suffix parameters at long contexts were measured.
@@ -140,13 +142,20 @@ def _portable_config(
     return config
 
 
-def _config_of_latents(packed: int, head_dim: int, *, overlap: bool, shared_memory: int) -> Config:
+def _config_of_latents(
+    packed: int, head_dim: int, *, overlap: bool, shared_memory: int, device: torch.device | None
+) -> Config:
     """As measured on an H200 for latents of 512 + 64 elements: of few queries, several narrow tiles read the keys."""
     config = Config(16 if packed <= 64 else 64, stages=2, overlap=overlap)
+    # On a B200 Triton passes the sums of 64 queries, in fp32, through shared memory beside the tiles (by compiling).
+    passes_sums = _generation(device) == 10
 
     def taken(config: Config) -> int:
-        return 2 * head_dim * (config.block_m + config.stages * config.block_n)
+        sums = 4 * head_dim * config.block_m if passes_sums and config.block_m == 64 else 0
+        return 2 * head_dim * (config.block_m + config.stages * config.block_n) + sums
 
+    if passes_sums:  # 32 queries have none, and leave room for tiles of as many keys
+        config = fitted(config, taken, shared_memory, ("block_m", 32))
     config = fitted(config, taken, shared_memory, ("block_n", 32), ("block_m", 16))
     return replace(config, warps=8) if config.block_m == 64 else config  # whose accumulator fills the registers
 
@@ -266,8 +275,11 @@ def choose_merge_config(queries_per_kv_head: int, head_dim: int) -> MergeConfig:
 
 
 def _hopper_kernel_runs(device: torch.device | None) -> bool:
-    if device is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
+    return device is not None and _generation(device) == 9 and failure(Kernel.HOPPER, device) is None
+
+
+def _generation(device: torch.device | None) -> int:
+    """First number of the compute capability that kernels are compiled for; 0 where Triton interprets them."""
     if device is None or device.type != "cuda" or interpreted():
-        return False
-    return compute_capability(device)[0] == 9 and failure(Kernel.HOPPER, device) is None
+        return 0
+    return compute_capability(device)[0]
