@@ -116,8 +116,6 @@ def test_cross_attention_and_bad_arguments() -> None:
     assert ("e", 0) in caches(plan)
     with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
         plan_layer(layer(), text(1))
-    with pytest.raises(ValueError, match=r"tolerance must be at least 1 .* got 0\.5"):
-        plan_layer(layer(), text(126), tolerance=0.5)
     for dtype, remedy in (
         (torch.float32, "; repair the weights of the layers before, or the calibration input"),
         (torch.bfloat16, "; repair the weights of the layers before, or the calibration input"),
