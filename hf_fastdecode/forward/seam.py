@@ -99,9 +99,7 @@ def _shared(
     """The output of the packed pass; raises `Unsupported`."""
     options = state.options
     most = _most_kept(options, decoder, given)
-    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
-        raise Unsupported(reason)
-    check_settings(decoder, structure, given)
+    _check_now(decoder, structure, given)
     batch = read_batch(decoder, given, least=1 if most else 2)
     before = _before(state, decoder, structure) if most else None
     moved, trie = _found(options, decoder, structure, batch, before)
@@ -136,6 +134,13 @@ def _shared(
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
     packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
     return _of_rows(decoder, output, index, given)
+
+
+def _check_now(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any]) -> None:
+    """Raise `Unsupported` if the decoder, as it is now, cannot run such a pass, as in training mode with dropout."""
+    if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
+        raise Unsupported(reason)
+    check_settings(decoder, structure, given)
 
 
 def _fill_by_stock(
@@ -220,7 +225,7 @@ def _of_last_rows(
     last, state.last_rows = state.last_rows, None
     if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
         return None
-    check_settings(decoder, structure, given)
+    _check_now(decoder, structure, given)
     batch = read_batch(decoder, given, least=1)
     if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
         return None

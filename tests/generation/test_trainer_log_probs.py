@@ -144,6 +144,17 @@ def test_hidden_states_are_given_only_for_the_same_pass(change):
     assert (found - stock)[kept].abs().max() < 1e-4
 
 
+def test_dropout_draws_anew():
+    """In training mode, also of rows that the last pass has computed without noise."""
+    model = enabled("gpt2")
+    rows, drawn = rows_of((output := sampled(model)).sequences)
+    model.train()
+    with torch.no_grad():
+        found = by_trainer(model, rows)
+    assert fd.explain(model).last_forward.path == "stock"
+    assert (found - output.logprobs)[drawn].abs().max() > 1e-3
+
+
 def test_calls_that_run_stock_and_recorders_have_them():
     model = enabled()
     expected, recorder = sampled(model), fd.TokenLogProbs()
