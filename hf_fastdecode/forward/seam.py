@@ -225,6 +225,8 @@ def _of_last_rows(
     last, state.last_rows = state.last_rows, None
     if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
         return None
+    if structure.gathering is not None:  # other processes, whose rows may be new, would wait in layers
+        return None
     _check_now(decoder, structure, given)
     batch = read_batch(decoder, given, least=1)
     if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
