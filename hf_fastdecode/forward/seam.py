@@ -124,7 +124,7 @@ def _shared(
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
-    state.last_rows = _rows_to_keep(options, decoder, structure, batch, trie, output, given)
+    state.last_rows = _rows_to_keep(options, decoder, structure, given, (batch.rows, trie, output))
     if most:
         then = before.then if before is not None and before.then is not None else ModelThen.of(decoder, structure)
         state.kept_forward = keep(moved.rows, trie, packed.stored, hidden, then, most) or before
@@ -207,18 +207,11 @@ def _may_keep(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:
 
 
 def _rows_to_keep(
-    options: Options,
-    decoder: PreTrainedModel,
-    structure: Structure,
-    batch: Batch,
-    trie: Trie,
-    output: Any,
-    given: dict[str, Any],
+    options: Options, decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], rows: tuple[Any, Any, Any]
 ) -> KeptRows | None:
-    """All rows of a pass, with ``log_probs="trainer"``."""
-    if options.log_probs != "trainer" or not _may_keep(decoder, given):
-        return None
-    return KeptRows.of(batch.rows, trie, output, ModelThen.of(decoder, structure))
+    """All rows of a pass, as `KeptRows.of` takes them, with ``log_probs="trainer"``."""
+    keeps = options.log_probs == "trainer" and _may_keep(decoder, given)
+    return KeptRows.of(*rows, ModelThen.of(decoder, structure)) if keeps else None
 
 
 def _of_last_rows(
@@ -231,6 +224,8 @@ def _of_last_rows(
 ) -> Any:
     """The output of a pass over rows that the last one has kept; None for others."""
     if not isinstance(last, KeptRows) or not _may_keep(decoder, given) or _makes_cache(decoder, given):
+        return None
+    if structure.gathering is not None:  # other processes, whose rows may be new, would wait in layers
         return None
     if (index := last.index(batch.rows, batch.width)) is None or not last.then.is_now(decoder, structure):
         return None

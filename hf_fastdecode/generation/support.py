@@ -198,7 +198,7 @@ def check_processes(structure: Structure) -> None:
     """Raise `Unsupported` where passes gather parameters from several processes, or where several processes compute a
     model whose layers have states, or an encoder."""
     if (gathering := structure.gathering) is not None:
-        raise gathering.refused
+        raise Unsupported(gathering.refused.what, gathering.refused.remedy)  # another one, which keeps no frames
     what = "its layers have states, which are" if structure.layout.states else "it has an encoder, whose output is"
     if structure.layout.beyond_tokens and not structure.alone:
         raise Unsupported(f"{what} not shared where several processes compute a model yet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding import log_probs
 from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .test_many_rows import letters
@@ -143,8 +145,9 @@ def test_a_trainers_pass_is_given_the_hidden_states():
         assert fd.explain(twin).last_forward.reason == "rows begin alike"
 
 
-@pytest.mark.parametrize("change", ["weights", "gradients", "other rows", "the options"])
-def test_hidden_states_are_given_only_for_the_same_pass(change):
+@pytest.mark.parametrize("change", ["weights", "gradients", "other rows", "gathers", "the options"])
+def test_hidden_states_are_given_only_for_the_same_pass(change, monkeypatch):
+    """Nor where layers gather parameters, of which all processes run as many."""
     model = enabled()
     rows, _ = rows_of(sampled(model).sequences)
     if change == "weights":
@@ -152,6 +155,8 @@ def test_hidden_states_are_given_only_for_the_same_pass(change):
             model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
     elif change == "gradients":
         by_trainer(model, rows)
+    elif change == "gathers":
+        monkeypatch.setattr(Structure, "gathering", SimpleNamespace())
     elif change == "other rows":
         rows["input_ids"] = rows["input_ids"].clone()
         rows["input_ids"][0, WIDTH] += 1

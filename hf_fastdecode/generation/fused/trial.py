@@ -82,14 +82,10 @@ def by_copy(
         others: Given ``forward`` and the module's form.
         serves: Whether the copy runs for these hidden states, see `runs_fused`; otherwise the module's own code does.
     """
-    last: tuple[Any, Any, Any] = None, None, None  # layers of a model are mostly alike, and replaced for each pass
 
     def replacement(module: nn.Module, form: Any) -> Callable[..., Any]:
-        nonlocal last
-        known, forward = last, type(module).forward
-        if known[0] is not forward or known[1] is not form:
-            known = last = forward, form, calling(forward, others(forward, form))
-        copied = known[2]
+        forward = type(module).forward
+        copied = calling(forward, others(forward, form))  # anew for each pass, as other names may be others by then
         assert copied is not None  # for `form_of` made one
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -94,7 +94,8 @@ class Zero3(Gathering):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        with super().gathered(), _linear.on([Change(functional, "linear", without_gradients(functional.linear))]):
+        linear = without_gradients(_linear.otherwise(functional, "linear"))  # not around that of another thread's call
+        with super().gathered(), _linear.on([Change(functional, "linear", linear)]):
             yield
 
     def put(self, swaps: Swaps) -> None:

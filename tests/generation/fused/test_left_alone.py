@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +109,14 @@ def test_decorators_of_attention_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = half()
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", doubled(modeling_llama.LlamaAttention.forward))
     assert any(isinstance(module, modeling_llama.LlamaAttention) for module in FusedModules(model).modules)
+    check_fused(model)
+
+
+def test_globals_of_attention_replaced_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = half(), modeling_llama.ALL_ATTENTION_FUNCTIONS
+    check_fused(model)
+    others = SimpleNamespace(get_interface=lambda *args: doubled(own.get_interface(*args)))
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", others)
     check_fused(model)
 
 
