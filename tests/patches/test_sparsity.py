@@ -118,10 +118,10 @@ def test_the_threshold_holds_in_every_pass(options: dict[str, Any]) -> None:
 def test_padding_and_beams() -> None:
     slim = sparse(pair("k")[1])
     for options in ({}, {"num_beams": 3}):
-        rows = generate(slim, **options).sequences[:, -24:]
+        rows = generate(slim, **options).sequences[:, -10:]
         for row, (ids, mask) in enumerate(zip(ROWS["input_ids"], ROWS["attention_mask"])):
             alone = generate(slim, input_ids=ids[mask.bool()][None], attention_mask=None, **options).sequences
-            assert torch.equal(rows[row], alone[0, -24:])
+            assert torch.equal(rows[row], alone[0, -10:])
 
 
 def test_calls_with_enable_run_stock() -> None:

@@ -63,7 +63,7 @@ def test_tokens_in_fp32_are_those_of_the_models_code(
     """As the kernels would run there: modules run them in half precision alone."""
     model = tiny_model_of(name).to(DEVICE)
     own = passes(model, first=1)
-    monkeypatch.setattr(trial, "runs_fused", lambda x: True)
+    monkeypatch.setattr(states, "runs_fused", lambda x: True)
     found = passes(model, of_states(model), first=1)
     assert scans.count
     assert torch.equal(found.argmax(-1), own.argmax(-1))
@@ -75,7 +75,7 @@ def test_calls_in_fp32_continue_from_states(scans: Counted, monkeypatch: pytest.
     model, arguments = tiny_model_of("NemotronHForCausalLM").to(DEVICE), {"max_new_tokens": 3, "do_sample": False}
     prompts = ragged_prompts(17, 26, 26, shared=16)
     stock = model.generate(**prompts, **arguments)
-    monkeypatch.setattr(trial, "runs_fused", lambda x: trial._on.get())
+    monkeypatch.setattr(states, "runs_fused", lambda x: trial._on.get())
     monkeypatch.setattr(structure, "runs_kernels", lambda _: True)
     with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=8, max_prefill_tokens=12):
         assert torch.equal(model.generate(**prompts, **arguments), stock)
