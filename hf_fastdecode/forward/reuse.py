@@ -1,4 +1,4 @@
-"""What passes without gradients keep for later ones: prefixes' keys, values and last hidden states (`reuse_prefix`).
+"""Prefixes that passes without gradients keep for later ones: keys, values and last hidden states (`reuse_prefix`).
 
 A pass keeps the nodes that several of its rows read, or rows of the last pass, and those kept before that it has used.
 So a prompt that all rows of many passes begin with, as an evaluation's examples, is computed once, or twice where rows

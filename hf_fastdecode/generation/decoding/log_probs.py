@@ -51,7 +51,7 @@ def adding_log_probs(
     *,
     synced_gpus: bool,
 ) -> Callable[[Any], Any]:
-    """What adds log-probabilities to the output of a call's loop: a trainer's, where these are asked for, or none.
+    """A function that adds a trainer's log-probabilities to a loop's output, where they are asked for.
 
     Args:
         prompts: ``[rows, width]`` int64.
