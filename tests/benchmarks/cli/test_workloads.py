@@ -68,7 +68,10 @@ def test_memory_that_runs_out_is_shown_and_drawn(tmp_path, monkeypatch):
     measure = longqa.QuestionsBench.measure
 
     def measured(bench, case, way):
-        return {"status": "out of memory"} if (case.questions, way) == (3, "stock") else measure(bench, case, way)
+        if (case.questions, way) == (3, "stock"):
+            return {"status": "out of memory"}
+        # one step in a busy machine's noise can come out at no time at all, which a logarithmic axis leaves out
+        return measure(bench, case, way) | {"decode_s": 0.1, "total_s": 0.2}
 
     monkeypatch.setattr(longqa.QuestionsBench, "measure", measured)
     done = run(LONGQA, "--out", tmp_path / "rows.csv")
