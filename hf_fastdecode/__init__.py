@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from .cache.shared import SharedContextCache
     from .conversion.sparsity import measure_sparsity
     from .conversion.to_slim import to_slim
+    from .forward.replay import replay_routing
     from .generation.decoding.sampling import TokenLogProbs
     from .generation.report import CallReport, Report
+    from .generation.routing.choices import RouterChoices
     from .parallel.sequence import sequence_parallel_plan
     from .trainer_callback import FastDecodeCallback
 
@@ -22,6 +24,7 @@ __all__ = [
     "CallReport",
     "FastDecodeCallback",
     "Report",
+    "RouterChoices",
     "SharedContextCache",
     "TokenLogProbs",
     "disable",
@@ -32,6 +35,7 @@ __all__ = [
     "load_embedded",
     "measure_sparsity",
     "prefill",
+    "replay_routing",
     "sequence_parallel_plan",
     "to_slim",
 ]
@@ -40,11 +44,13 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("CallReport", "Report"), "generation.report"),
     "FastDecodeCallback": "trainer_callback",
+    "RouterChoices": "generation.routing.choices",
     "SharedContextCache": "cache.shared",
     "TokenLogProbs": "generation.decoding.sampling",
     "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.sparsity",
+    "replay_routing": "forward.replay",
     "sequence_parallel_plan": "parallel.sequence",
     "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),

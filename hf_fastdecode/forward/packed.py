@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,13 +61,7 @@ class PackedPass(RowLengths):
     def running(self, structure: Structure) -> Iterator[None]:
         """Context of the pass, into which checkpointed layers return when they are computed again for gradients."""
         inside = partial(_inside, configs=structure.configs, fused=structure.fused)
-        changes = [
-            Change(module, name, partial(_checkpointed, inside, checkpoint))
-            for module in (structure.walk.modules if torch.is_grad_enabled() else ())
-            for name in _CHECKPOINTS
-            if (checkpoint := vars(module).get(name)) is not None
-        ]
-        with inside(self), _checkpoints.on(changes):
+        with inside(self), recomputed_inside(structure.walk.modules, lengths_of_pass, inside):
             yield
 
 
@@ -91,19 +85,39 @@ class _PackedKV(SharedKV):
         return attend(query, keys, values, self._tree, scoring).unsqueeze(0)
 
 
+def recomputed_inside(
+    modules: Iterable[nn.Module],
+    current: Callable[[], Any],
+    inside: Callable[[Any], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
+    """Context of a pass in which functions that these modules checkpoint enter it whenever they are computed.
+
+    Args:
+        current: What this thread's pass is; None outside of it.
+        inside: Makes the context of that.
+    """
+    changes = [
+        Change(module, name, partial(_checkpointed, current, inside, checkpoint))
+        for module in (modules if torch.is_grad_enabled() else ())
+        for name in _CHECKPOINTS
+        if (checkpoint := vars(module).get(name)) is not None
+    ]
+    return _checkpoints.on(changes)
+
+
 def _checkpointed(
-    inside: Callable[[RowLengths], AbstractContextManager[None]],
+    current: Callable[[], Any],
+    inside: Callable[[Any], AbstractContextManager[None]],
     checkpoint: Callable[..., Any],
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a function, which enters the pass that it is called in whenever it is computed."""
-    if (packed := lengths_of_pass()) is None:  # a stock pass of another thread
+    if (this := current()) is None:  # a stock pass of another thread
         return checkpoint(function, *args, **kwargs)
 
     def in_pass(*again: Any, **named: Any) -> Any:
-        with nullcontext() if lengths_of_pass() is packed else inside(packed):
+        with nullcontext() if current() is this else inside(this):
             return function(*again, **named)
 
     return checkpoint(in_pass, *args, **kwargs)

@@ -91,6 +91,11 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
     for name, value in given.items():
         if name not in _READ | WITHOUT_EFFECT and not is_nothing(value) and value is not False:
             raise Unsupported(f"the argument {name!r} is not shared in passes without a cache")
+    return read_rows(decoder, given, least=least)
+
+
+def read_rows(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int) -> Batch:
+    """`read_batch` of a pass that may have other arguments, too."""
     inputs = _inputs(given, least)
     (rows, width), are_ids = inputs.shape[:2], inputs.dim() == 2
     mask = _mask(given.get(NAMES.mask), rows, width)

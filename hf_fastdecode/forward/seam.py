@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
+from .replay import RowsReplay
 from .reuse import KeptRows, ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import (
@@ -45,7 +47,11 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if not state.options.share_forward or cache_in(kwargs) is not None or _is_transformed():
+    if cache_in(kwargs) is not None or not (state.options.share_forward or state.replayed is not None):
+        return original(*args, **kwargs)
+    if _is_transformed():
+        if state.replayed is not None:
+            raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
 
@@ -72,12 +78,17 @@ def _forward(
     if cache_in(given) is not None:
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
-    structure = state.structure_of(decoder)
+    structure, replay = state.structure_of(decoder), None
     try:
+        if state.replayed is not None:
+            replay = RowsReplay.of(state.replayed, decoder, given)
+            report.replayed = replay.count
         try:
-            return _shared(state, decoder, original, structure, given, report)
+            return _shared(state, decoder, original, structure, given, report, replay)
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
+        if replay is not None:
+            original = replay.around(structure.walk.modules, original)
         return original(*args, **kwargs)
     except BaseException as error:
         report.fail(error)
@@ -94,12 +105,18 @@ def _shared(
     structure: Structure,
     given: dict[str, Any],
     report: ForwardReport,
+    replay: RowsReplay | None,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
     last, state.last_rows = state.last_rows, None
     options = state.options
+    if replay is not None:  # what is kept belongs to choices
+        last, options = None, replace(options, reuse_prefix=False, log_probs="auto")
+        if not options.share_forward:
+            raise Unsupported("share_forward=False")
     most = _most_kept(options, decoder, given)
     batch = _checked_batch(decoder, structure, given, alone=most > 0 or last is not None)
+    batch = batch if replay is None else replay.keyed(batch)
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -120,7 +137,7 @@ def _shared(
     makes_cache = _makes_cache(decoder, given)
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
     packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
-    output = _run_packed(packed, original, structure, moved, trie, given)
+    output = _run_packed(packed, original, structure, moved, trie, given, replay)
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
@@ -131,7 +148,8 @@ def _shared(
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        of_stock = partial(_fill_by_stock, decoder, original, given, _versions(decoder))
+        run = original if replay is None else replay.around(structure.walk.modules, original)
+        of_stock = partial(_fill_by_stock, decoder, run, given, _versions(decoder))
         of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
     packed.keeps, packed.stored = False, {}  # checkpoints in the graph of these keep the pass
@@ -243,13 +261,15 @@ def _run_packed(
     batch: Batch,
     trie: Trie,
     given: dict[str, Any],
+    replay: RowsReplay | None,
 ) -> Any:
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
     output = None
     try:
-        with packed.running(structure):
+        replaying = nullcontext() if replay is None else replay.running(structure.walk.modules, trie.places)
+        with packed.running(structure), replaying:
             output = original(**arguments)
         _check_output(structure, packed, output)
     except Unsupported as error:

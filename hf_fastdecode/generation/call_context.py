@@ -35,6 +35,7 @@ from .model_state import ModelState
 from .options import Options
 from .prompts.prefix_store import ModelNow
 from .report import CallReport
+from .routing.recording import Recorder
 from .snapshot import pass_settings
 from .structure import Structure
 
@@ -85,6 +86,7 @@ class CallContext:
         fingerprint: That the prefix store compared the model with in this call; None if it did not.
         stock_cache: Makes the cache that stock would begin with.
         loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
+        recorder: Records what routers choose, where that is asked for.
         options: The model's at the start of the call, unaffected by a concurrent `enable`.
         given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
         must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
@@ -104,6 +106,7 @@ class CallContext:
     fingerprint: Fingerprint | None = None
     stock_cache: Callable[[], Cache | None] = lambda: None
     loop_is_users: bool = False
+    recorder: Recorder | None = None
     options: Options = field(init=False)
     given: SharedContextCache | None = field(init=False)
     must_share: bool = field(init=False)
@@ -250,6 +253,8 @@ class ActiveCall:
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         gathered: How parameters that processes divide were gathered; None where they were not.
+        records: Whether what routers choose is asked for.
+        recorder: Records it, from when the call decodes until its rows are finished.
         of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
             do not decode.
     """
@@ -267,6 +272,8 @@ class ActiveCall:
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
     gathered: tuple[int, float] | None = field(default=None, init=False)
+    records: bool = False
+    recorder: Recorder | None = field(default=None, init=False)
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     @property

@@ -23,6 +23,7 @@ from .interception.switches import WrappedMethods, Wrapper
 from .options import Options
 from .prompts.prefix_store import PrefixStore
 from .report import CallReport, ForwardReport
+from .routing.choices import RouterChoices
 from .snapshot import modules_of
 from .steps.captures import Captures
 from .structure import KeptStructure, Structure
@@ -59,6 +60,7 @@ class ModelState:
         self.last_forward: ForwardReport | None = None
         self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.last_rows: object = None  # likewise, with log_probs="trainer"
+        self.replayed: RouterChoices | None = None  # in passes without a cache, see `replaying`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.owner = None if owner is None else owner.methods.key  # which copies of both share
@@ -107,7 +109,7 @@ class ModelState:
         for part, state in owned_by(self, model):
             state.uninstall(part)
         self.methods.uninstall(model)
-        self.kept_forward = self.last_rows = None
+        self.kept_forward = self.last_rows = self.replayed = None
         self.prefix_store.clear()
         self.captures.release()
 
@@ -144,6 +146,24 @@ def state_of(model: PreTrainedModel) -> ModelState | None:
 def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
     """The modules within a model that were enabled with it, and the state of each."""
     return [(part, its_state) for part, its_state in _enabled_in(model) if its_state.owner == owner.methods.key]
+
+
+@contextmanager
+def replaying(model: PreTrainedModel, choices: RouterChoices | None) -> Iterator[None]:
+    """Context in which passes of an enabled model without a cache replay choices; None changes nothing."""
+    state = state_of(model)
+    if state is None or choices is None:
+        yield
+        return
+    states = [state, *(of_part for _, of_part in owned_by(state, model))]
+    before = [one.replayed for one in states]
+    try:
+        for one in states:
+            one.replayed = choices
+        yield
+    finally:
+        for one, replayed in zip(states, before, strict=True):
+            one.replayed = replayed
 
 
 def _enabled_in(model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:

@@ -63,6 +63,7 @@ class CallReport:
         prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
+        router_choices: What was recorded of routers, with ``output_router_choices``.
         layers: For each layer, the attention operators used.
         context_width: Padded length of the prompts, as far as nodes or `own_tokens` hold them.
         cache: Weak reference to the call's cache.
@@ -109,6 +110,7 @@ class CallReport:
     prefill_reason: str = ""
     known_tokens: tuple[int, ...] | None = None
     kept_bytes: int = 0
+    router_choices: str = ""
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
@@ -216,6 +218,7 @@ class CallReport:
         nbytes, seconds = self.gathered or (0, 0.0)
         if nbytes:  # else there is nothing to gather, or a user has done so
             lines.append(f"  parameters gathered: {nbytes:,} bytes in {seconds:.3f} s")
+        lines += [f"  recorded: {self.router_choices}"] if self.router_choices else []
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes
@@ -248,6 +251,7 @@ class ForwardReport:
         computed: Distinct tokens, which ran through the layers, or would have.
         kept: Further tokens whose keys, values and hidden states an earlier pass computed (`reuse_prefix`), or
             whose hidden states alone (``log_probs="trainer"``).
+        replayed: Real tokens whose routing was replayed (`replay_routing`).
     """
 
     path: str = "stock"
@@ -256,12 +260,14 @@ class ForwardReport:
     tokens: int = 0
     computed: int = 0
     kept: int = 0
+    replayed: int = 0
 
     def fail(self, error: BaseException) -> None:
         self.path, self.reason = "failed", one_line(error)
 
     def __str__(self) -> str:
-        text = f"last forward pass without a cache: {self.path} ({self.reason})"
+        replayed = f"; routing of {self.replayed} tokens replayed" if self.replayed else ""
+        text = f"last forward pass without a cache: {self.path} ({self.reason}{replayed})"
         if self.path != "shared":
             return text
         kept = f", {self.kept} kept from earlier passes" if self.kept else ""

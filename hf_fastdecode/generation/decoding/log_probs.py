@@ -29,7 +29,7 @@ from ..._compat import pad_token
 from ...errors import reason_of
 from ..call_context import active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
-from ..model_state import last_forward_of, owned_by, state_of
+from ..model_state import last_forward_of, owned_by, replaying, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -69,8 +69,10 @@ def adding_log_probs(
         one.last_rows = None  # the steps may need their memory
     if not (recorders or config.return_dict_in_generate):
         return lambda output: output
-    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")), synced_gpus=synced_gpus)
-    if refusal is not None:
+    refusal = refusal_of_rows(model, config.get_generation_mode(arguments.get("assistant_model")))
+    if synced_gpus:  # rows of other lengths may take another number of passes
+        refusal = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
+    if (refusal := refusal or reason_of(check_noise, model.modules())) is not None:
         raise ValueError(
             f"log_probs='trainer' scores rows of text that are drawn token by token, and {refusal}, or enable the "
             "model with log_probs='auto'"
@@ -83,8 +85,8 @@ def adding_log_probs(
     return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
 
 
-def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool) -> str | None:
-    """Why rows of a call cannot be scored, and what to do; None if they can."""
+def refusal_of_rows(model: PreTrainedModel, mode: GenerationMode) -> str | None:
+    """Why rows of a call are not ids that a trainer's pass may be given, and what to do; None if they are."""
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"this call runs {mode.value.replace('_', ' ')}; use num_beams=1 without an assistant"
     if prompt_names(model) != PromptNames():
@@ -99,9 +101,7 @@ def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool)
             "prepare_inputs_for_generation is replaced, as by PEFT's prompts and prefixes, which are not in the rows; "
             "use an adapter of weights, such as LoRA"
         )
-    if synced_gpus:  # rows of other lengths may take another number of passes
-        return "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
-    return reason_of(check_noise, model.modules())
+    return None
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ class _TrainerLogProbs:
         """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
         sequences = output if isinstance(output, Tensor) else output.sequences
         processes = sequences is not output and not self.sampler.needs_all_rows
-        raw, processed = self._of(sequences, processes=processes)
+        with replaying(self.model, None if sequences is output else output.get("router_choices")):
+            raw, processed = self._of(sequences, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw)
         if sequences is output:
@@ -138,7 +139,7 @@ class _TrainerLogProbs:
         """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
         width = self.mask.shape[1]
         tokens = sequences[:, width:]
-        drawn = self._drawn(tokens)
+        drawn = drawn_tokens(tokens, self.stopping, self.pad)
         mask = torch.cat([self.mask, drawn.to(self.mask.dtype)], dim=1)
         raw = torch.zeros_like(tokens, dtype=torch.float32)
         processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
@@ -153,16 +154,6 @@ class _TrainerLogProbs:
                 scores = scores.scatter(1, token, unfiltered(ids, logits[:, place]).gather(1, token))
                 processed[rows, steps.start + place] = scores.log_softmax(-1).gather(1, token)[:, 0]
         return raw.where(drawn, 0.0), processed.where(drawn, 0.0)
-
-    def _drawn(self, tokens: Tensor) -> Tensor:
-        """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to the padding after a stop."""
-        eos = self.stopping.eos
-        ends = torch.zeros_like(tokens) if eos is None else torch.isin(tokens, eos).long()
-        drawn = ends.cumsum(1) == ends
-        if self.stopping.custom and self.stopping.pads and self.pad is not None:
-            real = (tokens != self.pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
-            drawn &= real.flip(1).cumsum(1).flip(1) > 0
-        return drawn
 
     def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:
         """Rows and steps whose logits are computed at once: some steps of all rows, if their layers run only once."""
@@ -185,6 +176,20 @@ class _TrainerLogProbs:
             given["logits_to_keep"] = columns
         logits: Tensor = self.model(**given).logits
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
+
+
+def drawn_tokens(tokens: Tensor, stopping: Stopping, pad: Tensor | None) -> Tensor:
+    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to the padding after a stop.
+
+    Args:
+        pad: The token that follows a row's end; None if there is none.
+    """
+    ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
+    drawn = ends.cumsum(1) == ends
+    if stopping.custom and stopping.pads and pad is not None:
+        real = (tokens != pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
+        drawn &= real.flip(1).cumsum(1).flip(1) > 0
+    return drawn
 
 
 def _is_filter(processor: LogitsProcessor) -> bool:

@@ -29,6 +29,7 @@ from ...log import logger
 from ..call_context import CallContext
 from ..prompts.packed import prefill_unshared
 from ..prompts.start import Start
+from ..routing.choices import RouterChoices
 from ..steps.modes import EagerSteps, Steps, StepsMaker
 from ..support import step_arguments
 from .refill import Refill
@@ -439,10 +440,12 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
             top-p and others; with greedy search after processors alone. A drawn token that top-k, top-p or the like
             would remove by rounding counts as kept. With ``log_probs="trainer"``, and processors of transformers
             that need neither a state between steps nor all rows; else None.
+        router_choices: The experts that routers chose, with ``output_router_choices=True``; else None.
     """
 
     logprobs: Tensor | None = None
     processed_logprobs: Tensor | None = None
+    router_choices: RouterChoices | None = None
 
 
 @dataclass

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from ..._compat import CACHE, TRANSFORMERS, cache_in, ignored_cache, with_cache
 from ...attention.interface import at_positions, given_positions
 from ...attention.overrides import RowLengths
+from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache, named_arguments, next_positions
-from ..call_context import active_call_of_thread, structure_of_call
+from ..call_context import active_call_of, active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions, with_labels
 from ..model_state import ModelState
@@ -35,12 +36,22 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
                 f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} "
                 "and otherwise ignores: the pass runs without it"
             )
-        original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
+        original = _recorded(model, cache, model_state.methods.original(model, "forward"))
+        labels = kwargs.get("labels")
         if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         with with_labels(labels):
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
+
+
+def _recorded(model: PreTrainedModel, cache: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A pass over a cache that is recorded, where the call asks for what routers choose; a captured one does it."""
+    call = active_call_of(model)
+    if call is None or call.recorder is None or isinstance(cache, CapturedCache):
+        return original
+    recorder = call.recorder
+    return lambda *args, **kwargs: recorder.run(cache, partial(original, *args, **kwargs))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # as `forward_pass` does, for direct passes
@@ -79,6 +90,7 @@ def _forward_shared(
             structure.require_same_pass(input_ids, queries)
     output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
     if output is None:
+        original = _recorded(model, cache, original)
         run = partial(original, *args, **kwargs)
         if cache.inputs is not None:
             run = partial(original, **with_cache(given, None))

@@ -47,6 +47,7 @@ from ..call_context import (
 )
 from ..decoding.log_probs import adding_log_probs
 from ..decoding.loop import decode_shared
+from ..decoding.router_choices import CHOICES, adding_choices
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
 from ..forward_pass import forget_offset, left_out
@@ -89,6 +90,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     config, model_kwargs, mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     call = _call_context(model_state, model, config, model_kwargs, report)
     call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
+    records = of_model is not None and of_model.records
     loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
     with call.or_stock(), call.together() as offer:
         given_tensors = {} if of_model is None else of_model.given
@@ -97,6 +99,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         if call.inputs is not None:
             call.inputs.check(model, call.structure, mode)
         check_sequence_parallel(model, call.structure, longest=max_cache_length + 1)
+        if records and loop is not None:
+            raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
         if loop is not None and config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
@@ -128,6 +132,8 @@ def _call_context(
         call.scope, held = active_call.scope, active_call.inputs
         if active_call.of_prefill:
             call.options = replace(call.options, max_rows=None)
+        if active_call.records:  # kept prompts were not recorded
+            call.options = replace(call.options, reuse_prefix=False)
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in active_call.given
     return call
@@ -168,7 +174,9 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    if not in_several_processes() and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
+    records = _asks_for_choices(model_state, model, args, kwargs)
+    alone = not (records or in_several_processes())
+    if alone and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
@@ -178,7 +186,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
-        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
+        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, records=records)
+        if records and not ours:
+            raise ValueError(
+                f"{CHOICES}=True records the loops of this package and of transformers, and another one decodes this "
+                f"call; leave custom_generate out, or {CHOICES}"
+            )
         token = active_call_of_thread.set(call)
         try:
             with _gathered(model_state, call), closing(call.scope):
@@ -187,7 +200,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                     if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                         forget_offset(model)
-                    if ours and ranks.alone:  # several do not capture prefill, and agree on who holds the captures
+                    if ours and ranks.alone and not records:  # several do not capture prefill, and agree on who does
                         _begin_prefill(model_state, model, call, args, kwargs)
                     output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:
@@ -204,6 +217,19 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _asks_for_choices(
+    model_state: ModelState, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a call, or its config, asks for what routers choose; takes it out of the arguments."""
+    given = signature_of(model_state.methods.original(model, "generate")).bind_partial(*args).arguments
+    config = kwargs.get("generation_config") or given.get("generation_config") or model.generation_config
+    if not (asked := kwargs.pop(CHOICES, getattr(config, CHOICES, False))):
+        return False
+    if cache_in(kwargs) is not None:
+        raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
+    return bool(asked)
 
 
 @contextmanager
@@ -383,11 +409,12 @@ def decode(
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
     given = logits_processor, stopping_criteria, generation_config, model_kwargs
     finish = adding_log_probs(model, input_ids, *given, synced_gpus=synced_gpus)
+    finish = adding_choices(model, input_ids, *given[1:], then=finish)
     call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
     if call is not None and call.model is model:
-        call.config, call.arguments = generation_config, model_kwargs
+        call.config, call.arguments, call.recorder = generation_config, model_kwargs, active_call.recorder
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         if call.captures_first:

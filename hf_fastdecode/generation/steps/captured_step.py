@@ -35,6 +35,7 @@ from ...cache.shared import SharedContextCache
 from ...cache.state import Pass
 from ...errors import Unsupported
 from ..forward_pass import forward_pass, takes_positions
+from ..routing.routers import collecting, routers_of
 from ..snapshot import SET_BY_CALLS
 from ..structure import Structure
 from .graph_capture import CapturedGraph, captured_graph
@@ -48,6 +49,7 @@ class CaptureOptions(NamedTuple):
         queries: Tokens of each row.
         planes: Number of planes of positions that are given; () for positions without planes, or with equal ones.
         reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
+        records: Whether a step also returns what routers choose.
     """
 
     fused_rows: int
@@ -55,6 +57,7 @@ class CaptureOptions(NamedTuple):
     queries: int = 1
     planes: tuple[int, ...] = ()
     reordered: bool = False
+    records: bool = False
 
 
 def bucket(rows: int) -> int:
@@ -78,8 +81,10 @@ class CapturedStep:
 
     Attributes:
         in_place: Versions of the storages whose suffixes are captured in place; () if there are none.
+        chosen: What routers chose in the last step, ``[rows, layers, experts_per_token]``, where it records that.
     """
 
+    chosen: Tensor | None = None
     _gives_planes = False  # whether positions are given with their planes
     _origins: Tensor | None = None  # of suffixes that may be reordered, see `SuffixOrigins`
 
@@ -120,13 +125,16 @@ class CapturedStep:
         self._constants = view.constants
 
         ids, positions = self.ids, self.positions
+        routers = routers_of(model.modules(), type(model).__name__) if options.records else []
 
         # The passes of a capture write keys and values that the first real one overwrites.
         def run() -> tuple[Tensor, ...]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
             given = dict(options.arguments) | mask
-            output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
-            return tensors_of(output)
+            with collecting(routers) as collected:
+                output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
+            chosen = (collected.of_layers(len(routers)),) if routers else ()
+            return (*tensors_of(output), *chosen)
 
         sizes: dict[str, Any] = {"rows": rows * queries, "fused_rows": options.fused_rows}
         self._make_graph: Callable[[], CapturedGraph] | None = partial(
@@ -179,7 +187,8 @@ class CapturedStep:
         self.ids[:count, 0].copy_(ids)
         self.positions[:count, 0].copy_(positions)
         self._follow(cache)
-        (logits,) = self._graph.replay()
+        logits, *chosen = self._graph.replay()
+        self.chosen = chosen[0][:count] if chosen else None
         return logits[:count]
 
     def _follow(self, cache: SharedContextCache) -> None:

@@ -21,6 +21,7 @@ from ...log import logger
 from ...parallel.ranks import ALONE, Ranks
 from ..call_context import CallContext
 from ..forward_pass import forward_pass
+from ..routing.recording import Recorder
 from ..structure import Structure
 from ..support import step_arguments
 from .captured_step import CaptureOptions, bucket
@@ -110,6 +111,7 @@ class CapturedSteps:
         remake: Creates the runner of a batch that was compacted, or whose storage moved. For a compacted batch that
             cannot be captured, it returns the given larger runner if that can go on.
         fused_rows: Maximum rows for which projections of the same input run concurrently.
+        recorder: Gets what routers choose.
     """
 
     def __init__(
@@ -122,10 +124,12 @@ class CapturedSteps:
         remake: Callable[[SharedContextCache, CapturedSteps | None], Steps],
         *,
         fused_rows: int,
+        recorder: Recorder | None = None,
     ):
-        self.cache = cache
+        self.cache, self._recorder = cache, recorder
         self._model, self._structure, self._captures, self._remake = model, structure, captures, remake
-        self._options = CaptureOptions(fused_rows, tuple(sorted(arguments.items())))
+        given = tuple(sorted(arguments.items()))
+        self._options = CaptureOptions(fused_rows, given, records=recorder is not None)
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
         with structure.ranks.together():
@@ -143,6 +147,8 @@ class CapturedSteps:
         if self.cache.suffix_length % own_nodes.STEP == 0 and self._should_recapture():
             self._recapture()
         logits = self._step(self.cache, ids, positions)
+        if self._recorder is not None and self._step.chosen is not None:
+            self._recorder.take_steps(self.cache.suffix_length, self._step.chosen.clone())
         self.cache.record_captured_step(ids[:, None])
         return logits
 
@@ -336,7 +342,8 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
                 refresh()
             expand(cache)
             most = fused_rows(call.options.fuse_projections)
-            return CapturedSteps(model, cache, arguments, captures, structure, again[0], fused_rows=most)
+            options: dict[str, Any] = {"fused_rows": most, "recorder": call.recorder}
+            return CapturedSteps(model, cache, arguments, captures, structure, again[0], **options)
         except Exception as error:
             failure = Failure.of(error)
             if larger is not None and larger.run_with_fewer_rows():
@@ -357,7 +364,7 @@ def call_passes(call: CallContext) -> Iterator[CallPasses]:
         with holding_captures(call) as held:
             if held:
                 passes = CallPasses(captured)
-                if call.alone:  # which sizes are captured when is not agreed on between processes
+                if call.alone and call.recorder is None:  # which sizes are captured when is not agreed on
                     fused_tokens = fused_rows(call.options.fuse_projections)
                     prefill = PrefillPasses(call, refresh, fused_tokens)
                     passes = passes._replace(prefill=prefill, by_rows=RowPasses(call, refresh))

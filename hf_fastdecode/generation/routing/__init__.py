@@ -1,0 +1,1 @@
+"""Which experts a mixture's routers choose: recorded in `generate`, and replayed in later passes."""
