@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from .cache.shared import SharedContextCache
     from .conversion.sparsity import measure_sparsity
     from .conversion.to_slim import to_slim
-    from .forward.replay import replay_routing
     from .generation.decoding.sampling import TokenLogProbs
     from .generation.report import CallReport, Report
     from .generation.routing.choices import RouterChoices
+    from .generation.routing.replay import replay_routing
     from .parallel.sequence import sequence_parallel_plan
     from .trainer_callback import FastDecodeCallback
 
@@ -50,7 +50,7 @@ _MODULES = {
     "embedded_folder": "assets",
     "load_embedded": "assets",
     "measure_sparsity": "conversion.sparsity",
-    "replay_routing": "forward.replay",
+    "replay_routing": "generation.routing.replay",
     "sequence_parallel_plan": "parallel.sequence",
     "to_slim": "conversion.to_slim",
     **dict.fromkeys(("disable", "enable", "enabled", "explain", "prefill"), "api"),

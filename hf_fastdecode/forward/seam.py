@@ -27,7 +27,7 @@ from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .replay import RowsReplay
+from .replayed_rows import ReplayedRows
 from .reuse import KeptRows, ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import (
@@ -81,8 +81,8 @@ def _forward(
     structure, replay = state.structure_of(decoder), None
     try:
         if state.replayed is not None:
-            replay = RowsReplay.of(state.replayed, decoder, given)
-            report.replayed = replay.count
+            replay = ReplayedRows.of(state.replayed, decoder, given)
+            report.replayed = int((replay.tokens >= 0).sum())
         try:
             return _shared(state, decoder, original, structure, given, report, replay)
         except Unsupported as error:
@@ -105,7 +105,7 @@ def _shared(
     structure: Structure,
     given: dict[str, Any],
     report: ForwardReport,
-    replay: RowsReplay | None,
+    replay: ReplayedRows | None,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
     last, state.last_rows = state.last_rows, None
@@ -261,7 +261,7 @@ def _run_packed(
     batch: Batch,
     trie: Trie,
     given: dict[str, Any],
-    replay: RowsReplay | None,
+    replay: ReplayedRows | None,
 ) -> Any:
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}

@@ -60,7 +60,7 @@ class ModelState:
         self.last_forward: ForwardReport | None = None
         self.kept_forward: object = None  # of `forward.reuse`, with `reuse_prefix`
         self.last_rows: object = None  # likewise, with log_probs="trainer"
-        self.replayed: RouterChoices | None = None  # in passes without a cache, see `replaying`
+        self.replayed: RouterChoices | None = None  # in passes without a cache, see `replay_routing`
         self.disable_pending = False  # `disable` was called during a generate call
         self.methods = WrappedMethods(model, hooks)
         self.owner = None if owner is None else owner.methods.key  # which copies of both share
@@ -146,24 +146,6 @@ def state_of(model: PreTrainedModel) -> ModelState | None:
 def owned_by(owner: ModelState, model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:
     """The modules within a model that were enabled with it, and the state of each."""
     return [(part, its_state) for part, its_state in _enabled_in(model) if its_state.owner == owner.methods.key]
-
-
-@contextmanager
-def replaying(model: PreTrainedModel, choices: RouterChoices | None) -> Iterator[None]:
-    """Context in which passes of an enabled model without a cache replay choices; None changes nothing."""
-    state = state_of(model)
-    if state is None or choices is None:
-        yield
-        return
-    states = [state, *(of_part for _, of_part in owned_by(state, model))]
-    before = [one.replayed for one in states]
-    try:
-        for one in states:
-            one.replayed = choices
-        yield
-    finally:
-        for one, replayed in zip(states, before, strict=True):
-            one.replayed = replayed
 
 
 def _enabled_in(model: PreTrainedModel) -> list[tuple[PreTrainedModel, ModelState]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +30,8 @@ from ..._compat import pad_token
 from ...errors import reason_of
 from ..call_context import active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
-from ..model_state import last_forward_of, owned_by, replaying, state_of
+from ..model_state import last_forward_of, owned_by, state_of
+from ..routing.replay import replay_routing
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -127,7 +129,8 @@ class _TrainerLogProbs:
         """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
         sequences = output if isinstance(output, Tensor) else output.sequences
         processes = sequences is not output and not self.sampler.needs_all_rows
-        with replaying(self.model, None if sequences is output else output.get("router_choices")):
+        choices = None if sequences is output else output.get("router_choices")
+        with nullcontext() if choices is None else replay_routing(self.model, choices):
             raw, processed = self._of(sequences, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw)

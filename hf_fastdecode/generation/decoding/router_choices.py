@@ -29,14 +29,14 @@ def adding_choices(
     *,
     then: Callable[[Any], Any],
 ) -> Callable[[Any], Any]:
-    """A function that adds what routers chose to a loop's output, and calls `then`; recording begins with this call.
+    """Begin to record a call that asks for it; returns what adds the choices to a loop's output, and calls `then`.
 
     Args:
         prompts: ``[rows, width]`` int64.
         arguments: The model's, as `generate` prepared them.
 
     Raises:
-        ValueError: What routers choose is asked for, and cannot be recorded.
+        ValueError: The call asks for it, and cannot be recorded.
     """
     call = active_call_of(model)
     if call is None or not call.records:
@@ -45,18 +45,17 @@ def adding_choices(
     if not config.return_dict_in_generate:
         refusal = "this call returns ids alone; use return_dict_in_generate=True"
     elif call.structure is not None and not call.structure.alone:
-        refusal = "several processes compute this model; use one for each model"
+        refusal = "several processes compute this model; use a model for each"
     if refusal is not None:
         raise ValueError(f"{CHOICES}=True records rows of text that are drawn token by token, and {refusal}")
     call.recorder = recorder = Recorder(model, len(prompts))
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
-    mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
+    given = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
 
     def finish(output: Any) -> Any:
         call.recorder = None
-        tokens = output.sequences[:, prompts.shape[1] :]
-        shown = torch.cat([mask > 0, drawn_tokens(tokens, stopping, pad_token(config))], dim=1)
-        choices = recorder.choices(output.sequences, shown)
+        drawn = drawn_tokens(output.sequences[:, prompts.shape[1] :], stopping, pad_token(config))
+        choices = recorder.choices(output.sequences, torch.cat([given > 0, drawn], dim=1))
         if call.report is not None:
             call.report.router_choices = str(choices)
         return then(FastDecodeOutput(**{**output, "router_choices": choices}))

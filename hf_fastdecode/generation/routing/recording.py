@@ -6,7 +6,7 @@ row's suffix in a step. Passes of stock compute the same columns of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from .choices import Numbers, RecordedRow, RouterChoices
-from .routers import collecting, routers_of
+from .routers import Collected, routers_of, visiting
 
 
 class Recorder:
@@ -27,43 +27,41 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, rows: int):
-        self.routers, self._rows = routers_of(model.modules(), type(model).__name__), rows
-        self.paths: tuple[Path, ...] = ()
-        self._experts: tuple[int, ...] = ()
+        self._routers, self._rows = routers_of(model), rows
+        self._experts: dict[int, int] = {}
         self._parts: list[Tensor] = []
         self._count = 0
-        self._segments: dict[int, dict[int, Numbers]] = {}
+        self._segments: dict[int, Numbers] = {}
         self._steps: dict[int, Numbers] = {}  # by place in suffixes, or by column: the token of each row
+        self.paths: tuple[Path, ...] = ()
 
     def run(self, cache: Any, run: Callable[..., Any], **kwargs: Any) -> Any:
         """Run a pass over a cache, if it has one, and record it."""
-        shared = isinstance(cache, SharedContextCache)
+        collected, shared = Collected(self._routers), isinstance(cache, SharedContextCache)
         current = cache.state.current if shared else None
         first = cache.suffix_length if shared else 0 if cache is None else int(cache.get_seq_length())
-        with collecting(self.routers) as collected:
+        with visiting(self._routers, collected):
             output = run(**kwargs)
-        self._experts = collected.experts
-        chosen = collected.of_layers(len(self.routers))
+        self._experts, chosen = collected.experts, collected.of_layers()
         if current is None or not current.items:
             self.take_steps(first, chosen)
             return output
         tokens = self._take(chosen if current.positions is None else chosen[current.positions.to(chosen.device)])
         for item in current.items:
-            of_item, tokens = tokens[: item.span.length], tokens[item.span.length :]
-            self._segments.setdefault(item.span.segment, {})[item.span.start] = of_item
+            span, length = item.span, item.span.length
+            segment = self._segments.setdefault(span.segment, np.zeros(len(cache.segment_tokens[span.segment]), int))
+            segment[span.start : span.stop], tokens = tokens[:length], tokens[length:]
         return output
 
     def take_steps(self, first: int, chosen: Tensor) -> None:
         """Record choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
-        for place, tokens in enumerate(self._take(chosen).reshape(self._rows, -1).T):
-            self._steps[first + place] = tokens
+        self._steps |= enumerate(self._take(chosen).reshape(self._rows, -1).T, first)
 
     def _take(self, chosen: Tensor) -> Numbers:
         """Keep choices, and number them."""
         self._parts.append(chosen)
-        numbers = np.arange(self._count, self._count + len(chosen))
         self._count += len(chosen)
-        return numbers
+        return np.arange(self._count - len(chosen), self._count)
 
     def choices(self, sequences: Tensor, shown: Tensor) -> RouterChoices:
         """The choices of finished rows.
@@ -72,31 +70,17 @@ class Recorder:
             sequences: ``[rows, width]`` int64: prompts and completions.
             shown: ``[rows, width]`` bool: which of them are no padding.
         """
-        ids, real = sequences.cpu().numpy(), shown.cpu().numpy()
+        steps = np.array([self._steps[place] for place in sorted(self._steps)], np.int64).reshape(-1, self._rows)
         rows = []
-        for row in range(self._rows):
-            of_row, columns = ids[row, real[row]], np.flatnonzero(real[row])
-            rows.append(RecordedRow(of_row, self._tokens(row, columns)))
-        device = self._parts[-1].device
-        return RouterChoices.of(torch.cat([part.to(device) for part in self._parts]), rows, self._experts)
-
-    def _tokens(self, row: int, columns: Numbers) -> Numbers:
-        """The numbers of a row's tokens, but for the last one."""
-        count = len(columns) - 1
-        if not self.paths:
-            return np.array([self._steps[column][row] for column in columns[:count]], dtype=np.int64)
-        runs = [_run(self._segments[span.segment], span.start, span.stop) for span in self.paths[row]]
-        found = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
-        after = [self._steps[place][row] for place in range(count - len(found))]
-        return np.concatenate([found, np.array(after, dtype=np.int64)])[:count]
-
-
-def _run(parts: Mapping[int, Numbers], start: int, stop: int) -> Numbers:
-    """Tokens of a segment, whose recorded parts begin at these places."""
-    first = max(part for part in parts if part <= start)
-    found = []
-    while start < stop:
-        tokens = parts[first][start - first :][: stop - start]
-        found.append(tokens)
-        start = first = start + len(tokens)
-    return np.concatenate(found)
+        for row, (ids, real) in enumerate(zip(sequences.cpu().numpy(), shown.cpu().numpy(), strict=True)):
+            columns = np.flatnonzero(real)
+            tokens, path = (
+                steps[columns[:-1], row] if not self.paths else steps[:, row],
+                self.paths and self.paths[row],
+            )
+            runs = (self._segments[span.segment][span.start : span.stop] for span in path)
+            tokens = np.concatenate([*runs, tokens])[: len(columns) - 1]
+            assert len(tokens) == len(columns) - 1
+            rows.append(RecordedRow(ids[columns], tokens))
+        experts = [self._experts[layer] for layer in sorted(self._experts)]
+        return RouterChoices.of(torch.cat(self._parts), rows, tuple(experts))

@@ -35,7 +35,7 @@ from ...cache.shared import SharedContextCache
 from ...cache.state import Pass
 from ...errors import Unsupported
 from ..forward_pass import forward_pass, takes_positions
-from ..routing.routers import collecting, routers_of
+from ..routing.routers import Collected, routers_of, visiting
 from ..snapshot import SET_BY_CALLS
 from ..structure import Structure
 from .graph_capture import CapturedGraph, captured_graph
@@ -125,15 +125,16 @@ class CapturedStep:
         self._constants = view.constants
 
         ids, positions = self.ids, self.positions
-        routers = routers_of(model.modules(), type(model).__name__) if options.records else []
+        routers = routers_of(model) if options.records else []
 
         # The passes of a capture write keys and values that the first real one overwrites.
         def run() -> tuple[Tensor, ...]:  # no reference to self, so that memory is freed without a cycle
             view.begin()
             given = dict(options.arguments) | mask
-            with collecting(routers) as collected:
+            collected = Collected(routers)
+            with visiting(routers, collected):
                 output = forward_pass(model, view, positions, input_ids=ids, return_dict=True, **given)
-            chosen = (collected.of_layers(len(routers)),) if routers else ()
+            chosen = (collected.of_layers(),) if routers else ()
             return (*tensors_of(output), *chosen)
 
         sizes: dict[str, Any] = {"rows": rows * queries, "fused_rows": options.fused_rows}

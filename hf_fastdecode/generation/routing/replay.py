@@ -1,0 +1,54 @@
+"""`replay_routing`: lets later passes of a model choose the experts that rows have chosen."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..foreign_code import held_model
+from ..model_state import generates, owned_by, state_of
+from .choices import RouterChoices
+from .routers import routers_of
+
+
+class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
+    """Let routers choose the given experts in forward passes without a cache, as in scoring and training.
+
+    Their weights, such as a softmax over the scores of the chosen ones, are computed from the logits of now, to which
+    gradients flow (rollout routing replay, R3, arXiv 2510.11370). It lasts until the end of a ``with`` block, within
+    which backward passes need not be, or, called alone, until the next call; ``replay_routing(model, None)`` ends it.
+
+    A row of a pass gets the choices of the recorded row that has its tokens, or begins with them: rows may be shuffled,
+    cut and padded. Of several such rows that at its own place counts, or else the shortest. A recorded row's last
+    token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache.
+
+    Args:
+        model: An enabled model with experts, or what wraps one, see `enable`.
+        choices: ``router_choices`` of an output of `generate`, or some rows of it, ``choices[rows]``; None for none.
+
+    Raises:
+        ValueError: The model is not enabled, or has other layers of experts or no decoder of text. Later, passes raise
+            it whose rows are not among the recorded ones, or whose routers cannot be told what to choose.
+        TypeError: `model` neither is nor wraps a transformers model.
+    """
+
+    def __init__(self, model: nn.Module, choices: RouterChoices | None):
+        inner = held_model(model)
+        name, state = type(inner).__name__, state_of(inner)
+        if state is None:
+            raise ValueError(f"replay_routing needs an enabled {name}; call hf_fastdecode.enable(model) first")
+        self._states = [state, *(of_part for _, of_part in owned_by(state, inner))]
+        if choices is not None:
+            if generates(inner) and len(self._states) == 1:
+                raise ValueError(f"{name} has no decoder of text whose passes could replay choices; use another model")
+            if (layers := len(routers_of(inner))) != (given := len(choices.experts)):
+                raise ValueError(f"{name} has {layers} layers of experts, and the choices are of {given}; use its own")
+        self._before = [one.replayed for one in self._states]
+        for one in self._states:
+            one.replayed = choices
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        for one, before in zip(self._states, self._before, strict=True):
+            one.replayed = before
