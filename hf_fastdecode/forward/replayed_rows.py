@@ -80,8 +80,8 @@ class ReplayedRows:
             yield
         if (seen := len(replayed.seen)) < (count := len(self.routers)):
             raise ValueError(
-                f"{seen} of {count} routers ran where they can be told what to choose; do not compile layers of models "
-                "whose routing is replayed"
+                f"{seen} of {count} routers ran where they can be told what to choose; do not compile layers of a "
+                "model whose routing is replayed"
             )
 
     def around(self, modules: Sequence[nn.Module], run: Callable[..., Any]) -> Callable[..., Any]:

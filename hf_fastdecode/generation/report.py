@@ -63,7 +63,6 @@ class CallReport:
         prefill_reason: Why prefill passes that were to be captured ran eagerly; empty if none did.
         known_tokens: For each prompt, its tokens found in a given or kept cache; None without one.
         kept_bytes: Bytes of keys and values kept for later calls, with ``reuse_prefix``.
-        router_choices: What was recorded of routers, with ``output_router_choices``.
         layers: For each layer, the attention operators used.
         context_width: Padded length of the prompts, as far as nodes or `own_tokens` hold them.
         cache: Weak reference to the call's cache.
@@ -110,7 +109,6 @@ class CallReport:
     prefill_reason: str = ""
     known_tokens: tuple[int, ...] | None = None
     kept_bytes: int = 0
-    router_choices: str = ""
     layers: list[str] = field(default_factory=list)
     context_width: int = 0
     cache: ref[SharedContextCache] | None = field(default=None, repr=False, compare=False)
@@ -218,7 +216,6 @@ class CallReport:
         nbytes, seconds = self.gathered or (0, 0.0)
         if nbytes:  # else there is nothing to gather, or a user has done so
             lines.append(f"  parameters gathered: {nbytes:,} bytes in {seconds:.3f} s")
-        lines += [f"  recorded: {self.router_choices}"] if self.router_choices else []
         if self.path != "shared":
             return lines
         stored, _, stock = self.nbytes

@@ -56,8 +56,6 @@ def adding_choices(
         call.recorder = None
         drawn = drawn_tokens(output.sequences[:, prompts.shape[1] :], stopping, pad_token(config))
         choices = recorder.choices(output.sequences, torch.cat([given > 0, drawn], dim=1))
-        if call.report is not None:
-            call.report.router_choices = str(choices)
         return then(FastDecodeOutput(**{**output, "router_choices": choices}))
 
     return finish

@@ -414,7 +414,8 @@ def decode(
     if active_call is not None:
         call, active_call.context = active_call.context, None
     if call is not None and call.model is model:
-        call.config, call.arguments, call.recorder = generation_config, model_kwargs, active_call.recorder
+        call.config, call.arguments = generation_config, model_kwargs
+        call.recorder = None if active_call is None else active_call.recorder
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         if call.captures_first:

@@ -74,13 +74,11 @@ class Recorder:
         rows = []
         for row, (ids, real) in enumerate(zip(sequences.cpu().numpy(), shown.cpu().numpy(), strict=True)):
             columns = np.flatnonzero(real)
-            tokens, path = (
-                steps[columns[:-1], row] if not self.paths else steps[:, row],
-                self.paths and self.paths[row],
-            )
-            runs = (self._segments[span.segment][span.start : span.stop] for span in path)
-            tokens = np.concatenate([*runs, tokens])[: len(columns) - 1]
-            assert len(tokens) == len(columns) - 1
+            if self.paths:
+                path = [self._segments[span.segment][span.start : span.stop] for span in self.paths[row]]
+                tokens = np.concatenate([*path, steps[:, row]])[: len(columns) - 1]
+            else:
+                tokens = steps[columns[:-1], row]
             rows.append(RecordedRow(ids[columns], tokens))
         experts = [self._experts[layer] for layer in sorted(self._experts)]
         return RouterChoices.of(torch.cat(self._parts), rows, tuple(experts))

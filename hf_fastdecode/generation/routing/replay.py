@@ -17,9 +17,9 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
     gradients flow (rollout routing replay, R3, arXiv 2510.11370). It lasts until the end of a ``with`` block, within
     which backward passes need not be, or, called alone, until the next call; ``replay_routing(model, None)`` ends it.
 
-    A row of a pass gets the choices of the recorded row that has its tokens, or begins with them: rows may be shuffled,
-    cut and padded. Of several such rows that at its own place counts, or else the shortest. A recorded row's last
-    token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache.
+    A row of a pass gets the choices of the recorded row that has its tokens, or begins with them: rows may be
+    shuffled, cut and padded. Of several such rows that at its own place counts, or else the shortest. A recorded row's
+    last token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache.
 
     Args:
         model: An enabled model with experts, or what wraps one, see `enable`.

@@ -56,12 +56,10 @@ _calls = Switch(replaces=True)
 @contextmanager
 def visiting(routers: Sequence[nn.Module], visitor: Visitor) -> Iterator[None]:
     """Context in which this thread's calls of these routers, or of kernels in their places, go through a visitor."""
-    changes = [
-        Change(
-            one, COMPILED_CALL, partial(_call, layer, vars(one).get(COMPILED_CALL) or partial(uncompiled_call, one))
-        )
-        for layer, one in enumerate(routers)
-    ]
+    changes = []
+    for layer, router in enumerate(routers):
+        before = vars(router).get(COMPILED_CALL) or partial(uncompiled_call, router)
+        changes.append(Change(router, COMPILED_CALL, partial(_call, layer, before)))
     with _calls.on(changes), setting(visitor_of_thread, visitor):
         yield
 
@@ -100,7 +98,7 @@ class Collected:
 
     def of_layers(self) -> Tensor:
         """The experts of each token ``[tokens, layers, experts_per_token]``, in the smallest dtype that holds them."""
-        if len(self._chosen) < self._count or len(shapes := {one.shape for one in self._chosen.values()}) > 1:
+        if len(self._chosen) < self._count or len({one.shape for one in self._chosen.values()}) > 1:
             raise ValueError(
                 f"{len(self._chosen)} of {self._count} routers were seen, or they choose unlike numbers of experts; "
                 "leave out output_router_choices, or compile no passes (disable_compile=True)"
@@ -141,7 +139,8 @@ class Replayed:
 class _Choosing(TorchFunctionMode):
     """Context of one router, in which `torch.topk` of scores returns given places, and the scores there.
 
-    Where a router first takes the best groups of experts, those of given ones are among them: others' scores are hidden.
+    Where a router first takes the best groups of experts, those of given ones are among them: scores of others count
+    as 0.
     """
 
     def __init__(self, given: Tensor, known: Tensor | None, experts: int):
