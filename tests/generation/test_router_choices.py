@@ -1,0 +1,137 @@
+"""The experts that rows choose in `generate` (``output_router_choices=True``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.fused import experts
+from hf_fastdecode.generation.routing.routers import Collected
+
+from ..tiny_models import ragged_prompts, tiny_model
+from .launches import fuse_on_the_cpu
+from .routing_models import CALL, FAMILIES, PROMPTS, SAMPLES, WIDTH, chosen_in, mixture, rows_of, sampled
+from .uncaptured import on_the_cpu
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("least", [1, 10**6], ids=["shared", "stock"])
+def test_they_are_those_of_a_pass_over_the_rows(family, least):
+    model = mixture(family)
+    stock = sampled(model, output_router_choices=None)
+    fd.enable(model, min_saved_tokens=least)
+    output = sampled(model)
+    assert fd.explain(model).last_call.path == ("shared" if least == 1 else "stock")
+    assert torch.equal(output.sequences, stock.sequences)
+    rows, choices = rows_of(output.sequences), output.router_choices
+    expected = chosen_in(fd.disable(model), rows)
+    assert len(choices) == len(expected)
+    assert choices.experts == (8, 8)
+    assert choices.stored.dtype == torch.uint8
+    for row, (chosen, mask) in enumerate(zip(expected, rows["attention_mask"] > 0, strict=True)):
+        assert torch.equal(choices.of_row(row).long().sort(-1)[0], chosen[mask][:-1].sort(-1)[0])
+        assert choices.rows[row].ids.tolist() == rows["input_ids"][row][mask].tolist()
+
+
+def test_shared_tokens_are_stored_once():
+    """With many experts, of which no two tokens choose the same."""
+    model = fd.enable(mixture(num_experts=300, num_local_experts=300, num_experts_per_tok=6), min_saved_tokens=1)
+    choices = sampled(model).router_choices
+    drawn = sum(len(row.ids) - 1 for row in choices.rows) - SAMPLES * (WIDTH + 60)
+    assert len(choices.stored) == 40 + 30 + 20 + drawn
+    assert choices.stored.dtype == torch.int16
+    assert f"{choices.stored.nbytes:,} bytes" in repr(choices)
+
+
+def test_rows_are_selected():
+    model = fd.enable(mixture(), min_saved_tokens=1)
+    choices = sampled(model).router_choices
+    flags = torch.tensor([False, True, False, True, False, False])
+    for rows in ([1, 3], torch.tensor([1, 3]), flags, slice(1, 4, 2)):
+        part = choices[rows]
+        assert part.stored is choices.stored
+        assert [torch.equal(part.of_row(0), choices.of_row(1)), len(part)] == [True, 2]
+    assert torch.equal(choices[5].of_row(0), choices.of_row(5))
+
+
+def test_a_config_may_ask_and_prompts_are_not_taken_from_earlier_calls():
+    model = fd.enable(mixture(), min_saved_tokens=1, reuse_prefix=True)
+    expected = sampled(model).router_choices
+    config = GenerationConfig(**{"pad_token_id": 0, **CALL})
+    torch.manual_seed(0)
+    found = model.generate(**PROMPTS, generation_config=config).router_choices
+    assert torch.equal(found.of_row(2)[: WIDTH - 1], expected.of_row(2)[: WIDTH - 1])
+
+
+def test_prompts_are_prefilled_in_chunks():
+    model = mixture()
+    expected = sampled(fd.enable(model, min_saved_tokens=1))
+    found = sampled(fd.enable(model, min_saved_tokens=1, max_prefill_tokens=16))
+    assert torch.equal(found.sequences, expected.sequences)
+    for row in range(len(found.sequences)):
+        assert torch.equal(found.router_choices.of_row(row), expected.router_choices.of_row(row))
+
+
+@on_the_cpu
+def test_captured_steps_record_what_their_kernels_choose(monkeypatch, uncaptured):
+    pytest.importorskip("triton")
+    fuse_on_the_cpu(monkeypatch)
+    seen, route = [], experts.route
+
+    def counted(*arguments):
+        seen.append(route(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(experts, "route", counted)
+    model = mixture(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32).half()
+    prompts, asked = ragged_prompts(20), CALL | {"max_new_tokens": 4, "eos_token_id": None, "num_return_sequences": 2}
+    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
+        choices = model.generate(**prompts, **asked).router_choices
+        assert fd.explain(model).last_call.mode == "graph"
+    assert len(seen) == 3
+    for row in range(2):
+        assert choices.of_row(row)[20:, 0].tolist() == [chosen[row].tolist() for _, _, chosen in seen]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"return_dict_in_generate": False}, "use return_dict_in_generate=True"),
+        ({"num_beams": 3, "do_sample": False}, "runs beam search; use num_beams=1"),
+        ({"custom_generate": lambda model, input_ids, **_: input_ids}, "leave custom_generate out"),
+    ],
+)
+def test_what_is_not_recorded_is_refused(arguments, expected):
+    with pytest.raises(ValueError, match=expected):
+        sampled(fd.enable(mixture()), **arguments)
+
+
+def test_caches_that_hold_tokens_are_refused():
+    model = fd.enable(mixture(), min_saved_tokens=1)
+    cache = fd.prefill(model, PROMPTS)
+    with pytest.raises(ValueError, match="which holds some"):
+        sampled(model, **{CACHE: cache})
+
+
+def test_models_without_such_routers_are_refused():
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has 0 routers that choose by torch.topk for 0 layers"):
+        sampled(fd.enable(tiny_model("llama-gqa")))
+
+
+def test_layers_that_choose_unlike_numbers_are_refused():
+    routers = [torch.nn.Identity(), torch.nn.Identity()]
+    collected = Collected(routers)
+    for layer, chosen in enumerate((2, 3)):
+        collected.visit(layer, lambda chosen=chosen: (torch.zeros(5, 8), torch.zeros(5, chosen, dtype=torch.long)))
+    with pytest.raises(ValueError, match="unlike numbers of experts"):
+        collected.of_layers()
+
+
+def test_loops_over_shared_caches_that_are_not_ours_run_stock():
+    model = fd.enable(mixture(), min_saved_tokens=1)
+    output = sampled(model, output_hidden_states=True)
+    assert "does not record the loop of" in fd.explain(model).last_call.reason
+    assert len(output.router_choices) == len(output.sequences)
