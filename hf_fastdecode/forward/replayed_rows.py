@@ -6,7 +6,7 @@ In a packed pass tokens are the same only if their choices are, too: these are p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,14 +17,48 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import Unsupported
+from ..generation.options import Options
 from ..generation.routing.choices import Numbers, RouterChoices
 from ..generation.routing.routers import Replayed, routers_of, visiting, visitor_of_thread
+from ..generation.structure import Structure
 from .packed import recomputed_inside
 from .rows import Batch, read_rows
 
 
+class AsEver:
+    """The routing of a pass in which nothing is replayed."""
+
+    count = 0
+    """Real tokens whose routing is replayed."""
+
+    def kept(self, options: Options, last: object) -> tuple[Options, object]:
+        """Options and rows of the last pass, as far as what is kept is of this routing."""
+        return options, last
+
+    def keyed(self, batch: Batch) -> Batch:
+        """The batch with rows in which tokens are alike only if their choices are, and are sorted as without these."""
+        return batch
+
+    def running(self, structure: Structure, places: Numbers | None = None) -> AbstractContextManager[None]:
+        """Context of the decoder's pass, into which checkpointed layers return.
+
+        Args:
+            places: ``[tokens]``: the places of the batch that the pass computes, in its order; None for all of them.
+        """
+        return nullcontext()
+
+    def around(self, structure: Structure, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The decoder's own pass, over all places of the batch."""
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self.running(structure):
+                return run(*args, **kwargs)
+
+        return within
+
+
 @dataclass(frozen=True)
-class ReplayedRows:
+class ReplayedRows(AsEver):
     """The choices of the rows of one pass.
 
     Attributes:
@@ -58,8 +92,16 @@ class ReplayedRows:
             tokens[number, row.column : row.column + len(found)] = found
         return cls(choices, tokens, routers_of(decoder))
 
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return int((self.tokens >= 0).sum())
+
+    def kept(self, options: Options, last: object) -> tuple[Options, object]:
+        if not options.share_forward:
+            raise Unsupported("share_forward=False")
+        return replace(options, reuse_prefix=False, log_probs="auto"), None
+
     def keyed(self, batch: Batch) -> Batch:
-        """The batch with rows in which tokens are alike only if their choices are, and are sorted as without these."""
         rows = [
             row._replace(keys=(row.keys << 32) + tokens[row.column : row.column + len(row.keys)] + 1)
             for row, tokens in zip(batch.rows, self.tokens, strict=True)
@@ -67,28 +109,14 @@ class ReplayedRows:
         return replace(batch, rows=rows)
 
     @contextmanager
-    def running(self, modules: Sequence[nn.Module], places: Numbers | None = None) -> Iterator[None]:
-        """Context of the pass, into which checkpointed layers among these modules return.
-
-        Args:
-            places: ``[tokens]``: the places of the batch that the pass computes, in its order; None for all of them.
-        """
+    def running(self, structure: Structure, places: Numbers | None = None) -> Iterator[None]:
         tokens = self.tokens.reshape(-1) if places is None else self.tokens.reshape(-1)[places]
         replayed = Replayed(self.choices.stored, self.choices.experts, torch.from_numpy(tokens))
         inside = partial(visiting, self.routers)
-        with recomputed_inside(modules, visitor_of_thread.get, inside), inside(replayed):
+        with recomputed_inside(structure.walk.modules, visitor_of_thread.get, inside), inside(replayed):
             yield
         if (seen := len(replayed.seen)) < (count := len(self.routers)):
             raise ValueError(
                 f"{seen} of {count} routers ran where they can be told what to choose; do not compile layers of a "
                 "model whose routing is replayed"
             )
-
-    def around(self, modules: Sequence[nn.Module], run: Callable[..., Any]) -> Callable[..., Any]:
-        """The decoder's own pass, over all places of the batch."""
-
-        def replayed(*args: Any, **kwargs: Any) -> Any:
-            with self.running(modules):
-                return run(*args, **kwargs)
-
-        return replayed

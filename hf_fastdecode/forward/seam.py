@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .replayed_rows import ReplayedRows
+from .replayed_rows import AsEver, ReplayedRows
 from .reuse import KeptRows, ModelThen, Prefixes, keep
 from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
 from .support import (
@@ -78,18 +77,16 @@ def _forward(
     if cache_in(given) is not None:
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
-    structure, replay = state.structure_of(decoder), None
+    structure = state.structure_of(decoder)
     try:
-        if state.replayed is not None:
-            replay = ReplayedRows.of(state.replayed, decoder, given)
-            report.replayed = int((replay.tokens >= 0).sum())
+        routing = AsEver() if state.replayed is None else ReplayedRows.of(state.replayed, decoder, given)
+        report.replayed = routing.count
         try:
-            return _shared(state, decoder, original, structure, given, report, replay)
+            return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
-        if replay is not None:
-            original = replay.around(structure.walk.modules, original)
-        return original(*args, **kwargs)
+        with routing.running(structure):
+            return original(*args, **kwargs)
     except BaseException as error:
         report.fail(error)
         raise
@@ -105,18 +102,13 @@ def _shared(
     structure: Structure,
     given: dict[str, Any],
     report: ForwardReport,
-    replay: ReplayedRows | None,
+    routing: AsEver,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
-    last, state.last_rows = state.last_rows, None
-    options = state.options
-    if replay is not None:  # what is kept belongs to choices
-        last, options = None, replace(options, reuse_prefix=False, log_probs="auto")
-        if not options.share_forward:
-            raise Unsupported("share_forward=False")
+    options, last = routing.kept(state.options, state.last_rows)
+    state.last_rows = None
     most = _most_kept(options, decoder, given)
-    batch = _checked_batch(decoder, structure, given, alone=most > 0 or last is not None)
-    batch = batch if replay is None else replay.keyed(batch)
+    batch = routing.keyed(_checked_batch(decoder, structure, given, alone=most > 0 or last is not None))
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -137,7 +129,7 @@ def _shared(
     makes_cache = _makes_cache(decoder, given)
     kept, hidden_before = ({}, None) if before is None or not trie.tree.kept else before.at(trie)
     packed = PackedPass(trie.longest, tree=trie.tree, kept=kept, keeps=makes_cache or bool(most))
-    output = _run_packed(packed, original, structure, moved, trie, given, replay)
+    output = _run_packed(packed, original, structure, moved, trie, given, routing)
     hidden = output["last_hidden_state"]
     if hidden_before is not None:
         hidden = output["last_hidden_state"] = torch.cat([hidden_before, hidden], 1)
@@ -148,7 +140,7 @@ def _shared(
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        run = original if replay is None else replay.around(structure.walk.modules, original)
+        run = routing.around(structure, original)
         of_stock = partial(_fill_by_stock, decoder, run, given, _versions(decoder))
         of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)
@@ -261,15 +253,14 @@ def _run_packed(
     batch: Batch,
     trie: Trie,
     given: dict[str, Any],
-    replay: ReplayedRows | None,
+    routing: AsEver,
 ) -> Any:
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
     arguments |= dict.fromkeys(NAMES) | batch.arguments(trie) | {"use_cache": False, "return_dict": True}
     output = None
     try:
-        replaying = nullcontext() if replay is None else replay.running(structure.walk.modules, trie.places)
-        with packed.running(structure), replaying:
+        with packed.running(structure), routing.running(structure, trie.places):
             output = original(**arguments)
         _check_output(structure, packed, output)
     except Unsupported as error:

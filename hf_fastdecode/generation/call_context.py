@@ -276,6 +276,13 @@ class ActiveCall:
     recorder: Recorder | None = field(default=None, init=False)
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
+    def __post_init__(self) -> None:
+        if self.records and not self.loop_is_ours:
+            raise ValueError(
+                "output_router_choices=True records the loops of this package and of transformers, and another one "
+                "decodes this call; leave custom_generate out, or output_router_choices"
+            )
+
     @property
     def report(self) -> CallReport | None:
         """The report of the last of its calls of transformers' `generate`; None before the path of the first."""

@@ -90,7 +90,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     config, model_kwargs, mode, max_cache_length = map(given.__getitem__, _PREPARED_FROM)
     call = _call_context(model_state, model, config, model_kwargs, report)
     call.stock_cache = partial(_stock_cache, prepare, model_kwargs)
-    records = of_model is not None and of_model.records
     loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
     with call.or_stock(), call.together() as offer:
         given_tensors = {} if of_model is None else of_model.given
@@ -99,8 +98,6 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         if call.inputs is not None:
             call.inputs.check(model, call.structure, mode)
         check_sequence_parallel(model, call.structure, longest=max_cache_length + 1)
-        if records and loop is not None:
-            raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
         if loop is not None and config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
@@ -168,6 +165,8 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
     check_call(call, mode)
     if active_call is None or not (active_call.loop_is_ours or active_call.loop):
         raise Unsupported(_why_not_ours(call.state, call.model))
+    if active_call.records and (loop := other_loop(call, mode)) is not None:
+        raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
     if active_call.model is call.model and active_call.synced_gpus:
         raise Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
 
@@ -175,8 +174,8 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
     records = _asks_for_choices(model_state, model, args, kwargs)
-    alone = not (records or in_several_processes())
-    if alone and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
+    told = partial(told_by_shapes, model_state, model, args, kwargs)
+    if not records and not in_several_processes() and (report := told()) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments
@@ -187,11 +186,6 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, records=records)
-        if records and not ours:
-            raise ValueError(
-                f"{CHOICES}=True records the loops of this package and of transformers, and another one decodes this "
-                f"call; leave custom_generate out, or {CHOICES}"
-            )
         token = active_call_of_thread.set(call)
         try:
             with _gathered(model_state, call), closing(call.scope):

@@ -36,19 +36,19 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
         name, state = type(inner).__name__, state_of(inner)
         if state is None:
             raise ValueError(f"replay_routing needs an enabled {name}; call hf_fastdecode.enable(model) first")
-        self._states = [state, *(of_part for _, of_part in owned_by(state, inner))]
+        self._enabled = [state, *(of_part for _, of_part in owned_by(state, inner))]
         if choices is not None:
-            if generates(inner) and len(self._states) == 1:
+            if generates(inner) and len(self._enabled) == 1:
                 raise ValueError(f"{name} has no decoder of text whose passes could replay choices; use another model")
             if (layers := len(routers_of(inner))) != (given := len(choices.experts)):
                 raise ValueError(f"{name} has {layers} layers of experts, and the choices are of {given}; use its own")
-        self._before = [one.replayed for one in self._states]
-        for one in self._states:
+        self._before = [one.replayed for one in self._enabled]
+        for one in self._enabled:
             one.replayed = choices
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *error: object) -> None:
-        for one, before in zip(self._states, self._before, strict=True):
+        for one, before in zip(self._enabled, self._before, strict=True):
             one.replayed = before
