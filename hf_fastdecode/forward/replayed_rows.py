@@ -26,10 +26,9 @@ from .rows import Batch, read_rows
 
 
 class AsEver:
-    """The routing of a pass in which nothing is replayed."""
+    """The routing of a pass that replays nothing; `count` are the real tokens whose routing is replayed."""
 
     count = 0
-    """Real tokens whose routing is replayed."""
 
     def kept(self, options: Options, last: object) -> tuple[Options, object]:
         """Options and rows of the last pass, as far as what is kept is of this routing."""
@@ -40,21 +39,16 @@ class AsEver:
         return batch
 
     def running(self, structure: Structure, places: Numbers | None = None) -> AbstractContextManager[None]:
-        """Context of the decoder's pass, into which checkpointed layers return.
+        """Context of the decoder's pass over these places ``[tokens]`` of the batch, or all if None, in its order.
 
-        Args:
-            places: ``[tokens]``: the places of the batch that the pass computes, in its order; None for all of them.
+        Checkpointed layers return into it.
         """
         return nullcontext()
 
-    def around(self, structure: Structure, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The decoder's own pass, over all places of the batch."""
-
-        def within(*args: Any, **kwargs: Any) -> Any:
-            with self.running(structure):
-                return run(*args, **kwargs)
-
-        return within
+    def run(self, structure: Structure, run: Callable[..., Any], **arguments: Any) -> Any:
+        """The decoder's own pass over all places of the batch."""
+        with self.running(structure):
+            return run(**arguments)
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _shared(
     report.path, report.reason = "shared", "rows begin alike" if not trie.tree.kept else "rows begin like earlier ones"
     index = torch.from_numpy(trie.index).to(hidden.device)
     if makes_cache:
-        run = routing.around(structure, original)
+        run = partial(routing.run, structure, original)
         of_stock = partial(_fill_by_stock, decoder, run, given, _versions(decoder))
         of_packed = partial(fill, {layer: packed.stored[layer] for layer in structure.layout.per_token}, index)
         output[CACHE] = CacheOfRows(decoder.config, of_packed if moved is batch else of_stock)

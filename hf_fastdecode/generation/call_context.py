@@ -35,7 +35,7 @@ from .model_state import ModelState
 from .options import Options
 from .prompts.prefix_store import ModelNow
 from .report import CallReport
-from .routing.recording import Recorder
+from .routing.choices import Recorder
 from .snapshot import pass_settings
 from .structure import Structure
 

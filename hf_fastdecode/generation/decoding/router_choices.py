@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from ..._compat import pad_token
 from ..call_context import active_call_of
-from ..routing.recording import Recorder
+from ..routing.choices import Recorder
 from .log_probs import drawn_tokens, refusal_of_rows
 from .loop import FastDecodeOutput
 from .stopping import Stopping

@@ -173,7 +173,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    records = _asks_for_choices(model_state, model, args, kwargs)
+    records = _asks_for_choices(model, args, kwargs)
     told = partial(told_by_shapes, model_state, model, args, kwargs)
     if not records and not in_several_processes() and (report := told()) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
@@ -213,17 +213,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 call.structure.release()
 
 
-def _asks_for_choices(
-    model_state: ModelState, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _asks_for_choices(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call, or its config, asks for what routers choose; takes it out of the arguments."""
-    given = signature_of(model_state.methods.original(model, "generate")).bind_partial(*args).arguments
-    config = kwargs.get("generation_config") or given.get("generation_config") or model.generation_config
-    if not (asked := kwargs.pop(CHOICES, getattr(config, CHOICES, False))):
-        return False
-    if cache_in(kwargs) is not None:
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
+    if (asked := bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False)))) and cache_in(kwargs) is not None:
         raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
-    return bool(asked)
+    return asked
 
 
 @contextmanager

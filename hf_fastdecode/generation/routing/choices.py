@@ -1,15 +1,23 @@
-"""`RouterChoices`: the experts that the rows of a `generate` call chose; `replay_routing` has passes choose them."""
+"""`RouterChoices`: the experts that the rows of a `generate` call chose; `Recorder` makes them.
+
+A pass over a shared-context cache says where its tokens are stored: in runs of nodes in prefill, at a place of every
+row's suffix in a step. Passes of stock compute the same columns of all rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+
+from ...attention.forest import Path
+from ...cache.shared import SharedContextCache
+from .routers import Collected, routers_of, visiting
 
 Numbers = NDArray[np.int64]
 
@@ -88,3 +96,62 @@ class RouterChoices:
             return None
         tokens = self.rows[best[2]].tokens[:length]
         return np.pad(tokens, (0, length - len(tokens)), constant_values=-1)
+
+
+class Recorder:
+    """What routers chose in the passes of one call, all of whose rows run in every step.
+
+    Attributes:
+        paths: The nodes of each row as prefill has filled them; () in calls that run stock.
+    """
+
+    def __init__(self, model: nn.Module, rows: int):
+        self._routers, self._rows = routers_of(model), rows
+        self._experts: tuple[int, ...] = ()
+        self._parts: list[Tensor] = []
+        self._count = 0
+        self._segments: dict[int, Numbers] = {}
+        self._steps: dict[int, Numbers] = {}  # by place in suffixes, or by column: the token of each row
+        self.paths: tuple[Path, ...] = ()
+
+    def run(self, cache: Any, run: Callable[[], Any]) -> Any:
+        """Run a pass over a cache, if it has one, and record it."""
+        collected, shared = Collected(self._routers), isinstance(cache, SharedContextCache)
+        current = cache.state.current if shared else None
+        first = cache.suffix_length if shared else 0 if cache is None else int(cache.get_seq_length())
+        with visiting(self._routers, collected):
+            output = run()
+        chosen, self._experts = collected.of_layers(), collected.experts
+        if current is None or not current.items:
+            self.take_steps(first, chosen)
+            return output
+        tokens = self._take(chosen if current.positions is None else chosen[current.positions.to(chosen.device)])
+        for item in current.items:
+            span, length = item.span, len(cache.segment_tokens[item.span.segment])
+            segment = self._segments.setdefault(span.segment, np.zeros(length, np.int64))
+            segment[span.start : span.stop], tokens = tokens[: span.length], tokens[span.length :]
+        return output
+
+    def take_steps(self, first: int, chosen: Tensor) -> None:
+        """Record choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
+        self._steps |= enumerate(self._take(chosen).reshape(self._rows, -1).T, first)
+
+    def _take(self, chosen: Tensor) -> Numbers:
+        """Keep choices, and number them."""
+        self._parts.append(chosen)
+        self._count += len(chosen)
+        return np.arange(self._count - len(chosen), self._count)
+
+    def choices(self, sequences: Tensor, shown: Tensor) -> RouterChoices:
+        """The choices of finished rows ``[rows, width]`` int64, of which a mask shows what is no padding."""
+        steps = np.array([self._steps[place] for place in sorted(self._steps)], np.int64).reshape(-1, self._rows)
+        rows = []
+        for row, (ids, real) in enumerate(zip(sequences.cpu().numpy(), shown.cpu().numpy(), strict=True)):
+            columns = np.flatnonzero(real)
+            if self.paths:
+                path = [self._segments[span.segment][span.start : span.stop] for span in self.paths[row]]
+                tokens = np.concatenate([*path, steps[:, row]])[: len(columns) - 1]
+            else:
+                tokens = steps[columns[:-1], row]
+            rows.append(RecordedRow(ids[columns], tokens))
+        return RouterChoices.of(torch.cat(self._parts), rows, self._experts)

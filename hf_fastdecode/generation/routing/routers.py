@@ -80,32 +80,33 @@ def _read(output: Any) -> tuple[Tensor, int]:
 
 
 class Collected:
-    """A visitor that keeps what routers choose.
-
-    Attributes:
-        experts: How many each layer has, by layer.
-    """
+    """A visitor that keeps what routers choose."""
 
     def __init__(self, routers: Sequence[nn.Module]):
         self._count = len(routers)
-        self._chosen: dict[int, Tensor] = {}
-        self.experts: dict[int, int] = {}
+        self._found: dict[int, tuple[Tensor, int]] = {}
 
     def visit(self, layer: int, run: Callable[[], Any]) -> Any:
         output = run()
-        self._chosen[layer], self.experts[layer] = _read(output)
+        self._found[layer] = _read(output)
         return output
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """How many each layer has."""
+        return tuple(self._found[layer][1] for layer in range(self._count))
 
     def of_layers(self) -> Tensor:
         """The experts of each token ``[tokens, layers, experts_per_token]``, in the smallest dtype that holds them."""
-        if len(self._chosen) < self._count or len({one.shape for one in self._chosen.values()}) > 1:
+        chosen = [one for _, (one, _) in sorted(self._found.items())]
+        if len(chosen) < self._count or len({one.shape for one in chosen}) > 1:
             raise ValueError(
-                f"{len(self._chosen)} of {self._count} routers were seen, or they choose unlike numbers of experts; "
-                "leave out output_router_choices, or compile no passes (disable_compile=True)"
+                f"{len(chosen)} of {self._count} routers were seen, or they choose unlike numbers of experts; compile "
+                "no passes (disable_compile=True), or leave out output_router_choices"
             )
-        most, device = max(self.experts.values()), self._chosen[0].device
+        most = max(self.experts)
         dtype = torch.uint8 if most <= 256 else torch.int16 if most <= 2**15 else torch.int32
-        return torch.stack([self._chosen[layer].to(device, dtype) for layer in range(self._count)], dim=1)
+        return torch.stack([one.to(chosen[0].device, dtype) for one in chosen], dim=1)
 
 
 class Replayed:
@@ -129,9 +130,10 @@ class Replayed:
             output = run()
         chosen, experts = _read(output)
         if chosen is not choosing.chosen or experts != self._experts[layer]:
+            given = f"{self._stored.shape[2]} of {self._experts[layer]} for {len(self._at)}"
             raise ValueError(
-                f"the router of layer {layer} chooses among {experts} experts by code that cannot be told what to, or "
-                f"the choices to replay are of another model, with {self._experts[layer]}; replay a model's own"
+                f"the router of layer {layer} chooses {chosen.shape[1]} of {experts} experts for {len(chosen)} tokens; "
+                f"it was given {given}, or cannot be told what to choose: replay choices of the same model"
             )
         return output
 
@@ -153,20 +155,16 @@ class _Choosing(TorchFunctionMode):
         return choose(*args, **(kwargs or {}))
 
     def _topk(self, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        columns, final = input.shape[-1], input.shape[-1] == self._experts
-        if input.dim() != 2 or dim not in (1, -1) or self._experts % columns:
+        columns, experts = input.shape[-1], self._experts
+        alike = len(self._given) == len(input) and (columns < experts or k == self._given.shape[1])
+        if input.dim() != 2 or dim not in (1, -1) or experts % columns or not alike:
             return torch.topk(input, k, dim, **options)
         chosen = self._given.to(input.device, torch.int64)
-        if len(chosen) != len(input) or (final and k != chosen.shape[1]):
-            raise ValueError(
-                f"a router chooses {k} experts for each of {len(input)} tokens, and the choices to replay are "
-                f"{chosen.shape[1]} for each of {len(chosen)}; replay a model's own, for the same rows"
-            )
-        if not final:
+        if columns < experts:
             groups = torch.zeros(input.shape, device=input.device)
-            chosen = groups.scatter_(1, chosen // (self._experts // columns), 1.0).topk(k)[1]
+            chosen = groups.scatter_(1, chosen // (experts // columns), 1.0).topk(k)[1]
         if self._known is not None:
             chosen = torch.where(self._known.to(input.device), chosen, torch.topk(input, k, dim, **options)[1])
-        if final:
+        if columns == experts:
             self.chosen = chosen
         return torch.return_types.topk((input.gather(1, chosen), chosen))

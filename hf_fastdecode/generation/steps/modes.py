@@ -21,7 +21,7 @@ from ...log import logger
 from ...parallel.ranks import ALONE, Ranks
 from ..call_context import CallContext
 from ..forward_pass import forward_pass
-from ..routing.recording import Recorder
+from ..routing.choices import Recorder
 from ..structure import Structure
 from ..support import step_arguments
 from .captured_step import CaptureOptions, bucket
