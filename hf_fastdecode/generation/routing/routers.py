@@ -132,8 +132,8 @@ class Replayed:
         if chosen is not choosing.chosen or experts != self._experts[layer]:
             given = f"{self._stored.shape[2]} of {self._experts[layer]} for {len(self._at)}"
             raise ValueError(
-                f"the router of layer {layer} chooses {chosen.shape[1]} of {experts} experts for {len(chosen)} tokens; "
-                f"it was given {given}, or cannot be told what to choose: replay choices of the same model"
+                f"router {layer} chooses {chosen.shape[1]} of {experts} experts for {len(chosen)} tokens, "
+                f"and was given {given}, or cannot be told what to choose; replay choices of the same model"
             )
         return output
 
