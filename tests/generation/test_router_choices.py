@@ -13,7 +13,7 @@ from hf_fastdecode.generation.routing.routers import Collected
 
 from ..tiny_models import ragged_prompts, tiny_model
 from .launches import fuse_on_the_cpu
-from .routing_models import CALL, FAMILIES, PROMPTS, SAMPLES, WIDTH, chosen_in, mixture, rows_of, sampled
+from .routing_models import CALL, FAMILIES, PROMPTS, SAMPLES, WIDTH, chosen_in, mixture, routers_in, rows_of, sampled
 from .uncaptured import on_the_cpu
 
 
@@ -76,7 +76,8 @@ def test_prompts_are_prefilled_in_chunks():
 
 
 @on_the_cpu
-def test_captured_steps_record_what_their_kernels_choose(monkeypatch, uncaptured):
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_captured_steps_record_what_their_kernels_choose(family, monkeypatch, uncaptured):
     pytest.importorskip("triton")
     fuse_on_the_cpu(monkeypatch)
     seen, route = [], experts.route
@@ -86,7 +87,10 @@ def test_captured_steps_record_what_their_kernels_choose(monkeypatch, uncaptured
         return seen[-1]
 
     monkeypatch.setattr(experts, "route", counted)
-    model = mixture(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=32).half()
+    latents = {"kv_lora_rank": 64} if family == "deepseek_v2" else {"head_dim": 32}
+    model = mixture(family, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **latents).half()
+    for router in routers_in(model) if family == "deepseek_v2" else ():
+        router.float()  # as its checkpoints are loaded
     prompts, asked = ragged_prompts(20), CALL | {"max_new_tokens": 4, "eos_token_id": None, "num_return_sequences": 2}
     with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
         choices = model.generate(**prompts, **asked).router_choices
