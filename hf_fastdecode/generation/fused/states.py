@@ -130,7 +130,7 @@ def _convolve_tokens(
     **kwargs: Any,
 ) -> Any:
     """``causal_conv1d_fn``: ``[rows, channels, tokens]``, of which each token's channels lie together."""
-    rows, _, tokens = hidden_states.shape
+    (rows, _, tokens), length = hidden_states.shape, weight.shape[-1]
     segments = kwargs.get("segments")
     dtypes = {one.dtype for one in (hidden_states, weight, bias) if one is not None}
     packed = any(kwargs.get(name) is not None for name in ("seq_idx", *_PACKED))
@@ -138,12 +138,13 @@ def _convolve_tokens(
         given, silu = (weight.contiguous(), bias), activation is not None
         with suppress(ValueError, KernelFailedError):
             if segments is not None:
-                x, length = hidden_states[0].mT, segments.length or weight.shape[-1]
+                x, kept = hidden_states[0].mT, segments.length or length
                 of_segments = x, segments.starts, segments.conv, *given
-                out, segments.conv_after = state_scans.convolve(*of_segments, silu=silu, length=length)
+                out, segments.conv_after = state_scans.convolve(*of_segments, silu=silu, length=kept)
                 return out.mT[None]
             x, starts = hidden_states.mT.flatten(0, 1), starts_of_rows(rows, tokens, hidden_states.device)
-            out, _ = state_scans.convolve(x, starts, None, *given, silu=silu, length=weight.shape[-1] - 1)
+            # States that are not read, as long as those of segments: another length would be another variant.
+            out, _ = state_scans.convolve(x, starts, None, *given, silu=silu, length=length)
             return out.unflatten(0, (rows, tokens)).mT
     if segments is not None:
         raise ValueError("the kernel takes no segments like these")

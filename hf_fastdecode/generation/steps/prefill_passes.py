@@ -1,7 +1,7 @@
 """The captured prefill passes of a call, the kernels that compile meanwhile, and captures that fail.
 
-While a model's first prompts are prefilled, the kernels that its steps will launch begin to compile. They are found by
-launches over empty tensors, which do not take place (`kernels.ahead`); those not found are compiled at the capture.
+While prompts are prefilled whose steps will be captured, the kernels that these launch begin to compile. They are
+found by launches over empty tensors, which do not take place (`kernels.ahead`); others are compiled at the capture.
 
 A capture may run out of memory, be refused by a kernel or a view (`Unsupported`), perhaps for this batch's rows or
 lengths alone, or meet an operation that CUDA does not allow during a capture.
@@ -188,7 +188,9 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
-    """Begin to compile the decode kernels for steps over a forest."""
+    """Begin to compile the decode kernels for steps over a forest, unless such are captured."""
+    if call.mode == "eager" or call.state.captures.has_steps_of(forest.rows):
+        return
     model, layout = call.model, call.structure.layout
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)
