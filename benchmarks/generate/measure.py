@@ -107,7 +107,7 @@ class GenerateBench(Bench):
             first: list[Tensor] = []
             with timed.seeded(self.device), compilations() as compiled:
                 first_call = timed.wall_seconds(lambda: first.append(call(most)), self.device)
-            captures = None if way.enable is None else fd.explain(model).last_call.captures
+            captures = None if (report := fd.explain(model).last_call) is None else report.captures
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
             slow = first_call > self.budget_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from hf_fastdecode.generation.steps import prefill_passes
 
 from ..tiny_models import tiny_model_of_type
 from .launches import Variants, fuse_on_the_cpu
-from .test_launches import MODELS as WITH_EXPERTS
-from .test_launches import SIZES
+from .test_launches import LATENTS, SIZES
 from .uncaptured import on_the_cpu
 
 DELTA_NETS = {
@@ -23,11 +23,11 @@ DELTA_NETS = {
     **{"linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
 }
 MAMBA = {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3, "mamba_num_heads": 4}
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 32},
     "qwen3_5_text": {"head_dim": 32, **DELTA_NETS},
     "nemotron_h": {"head_dim": 32, **MAMBA, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32},
-    "deepseek_v2": WITH_EXPERTS["deepseek_v2"],
+    "deepseek_v2": {**LATENTS, "q_lora_rank": None, "topk_method": "greedy"},
 }
 OF_ROWS = {
     "qwen3": "attend_suffixes" + 3 * " row_products",

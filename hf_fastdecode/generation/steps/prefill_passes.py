@@ -175,8 +175,8 @@ def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
 
 
 def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
-    """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
-    if (head := call.model.get_output_embeddings()) is None:
+    """Begin to compile the sampling kernel for the call of a model's first captures; prompts are ``[rows, width]``."""
+    if call.mode == "eager" or call.state.captures.made or (head := call.model.get_output_embeddings()) is None:
         return
     dtype, device = call.model.dtype, call.model.device
 
