@@ -137,14 +137,13 @@ def _convolve_tokens(
     if not packed and len(dtypes) == 1 and activation in (None, "silu", "swish"):
         given, silu = (weight.contiguous(), bias), activation is not None
         with suppress(ValueError, KernelFailedError):
+            x = hidden_states.mT.flatten(0, 1)
+            starts = starts_of_rows(rows, tokens, x.device) if segments is None else segments.starts
+            # States that are not read are as long as those of segments: another length would be another variant.
+            before, length = (None, length) if segments is None else (segments.conv, segments.length or length)
+            out, after = state_scans.convolve(x, starts, before, *given, silu=silu, length=length)
             if segments is not None:
-                x, kept = hidden_states[0].mT, segments.length or length
-                of_segments = x, segments.starts, segments.conv, *given
-                out, segments.conv_after = state_scans.convolve(*of_segments, silu=silu, length=kept)
-                return out.mT[None]
-            x, starts = hidden_states.mT.flatten(0, 1), starts_of_rows(rows, tokens, hidden_states.device)
-            # States that are not read, as long as those of segments: another length would be another variant.
-            out, _ = state_scans.convolve(x, starts, None, *given, silu=silu, length=length)
+                segments.conv_after = after
             return out.unflatten(0, (rows, tokens)).mT
     if segments is not None:
         raise ValueError("the kernel takes no segments like these")

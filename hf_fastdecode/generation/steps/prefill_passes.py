@@ -31,6 +31,7 @@ from ...errors import PassFailedError, Unsupported, ran_out_of_memory
 from ...kernels.ahead import compile_in_background
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
+from ..fused.trial import names_in
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 from .captured_step import bucket
 
@@ -178,7 +179,8 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
     """Begin to compile the sampling kernel for the call of a model's first captures; prompts are ``[rows, width]``."""
     if call.mode == "eager" or call.state.captures.made or (head := call.model.get_output_embeddings()) is None:
         return
-    dtype, device = call.model.dtype, call.model.device
+    in_fp32 = "float" in names_in(type(call.model))  # logits, as of Mamba's code; other ones compile later
+    dtype, device = torch.float32 if in_fp32 else call.model.dtype, call.model.device
 
     def launch() -> None:  # where weights are quantized it may find none
         logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
