@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.steps import prefill_passes
+from hf_fastdecode.kernels.prefill.api import prefill_attention
+from hf_fastdecode.kernels.row_products.api import row_products
 
 from ..tiny_models import tiny_model_of_type
 from .launches import Variants, fuse_on_the_cpu
@@ -64,3 +66,16 @@ def test_variants_of_another_shape(name: str, monkeypatch: pytest.MonkeyPatch) -
         assert added(1, 80, 8)
         assert added(1, 149, 8) == ""
         assert added(4, 77, 8) == OF_ROWS[name]
+
+
+@on_the_cpu
+def test_variants_of_tokens_and_columns() -> None:
+    """Log-sum-exps of heads are as far apart as there are tokens; products of many columns have no parts to add up."""
+    variants, made = Variants(), torch.zeros(2, 50, 64)
+    with variants.new() as names:
+        for tokens in (48, 50):
+            query, intervals = made[:, :tokens], torch.zeros(3, tokens, dtype=torch.int32)
+            prefill_attention(query, query, query, intervals, scale=1.0, earlier=(query, torch.zeros(2, tokens)))
+        for columns in (16, 1024):
+            row_products(torch.zeros(1, 1024).half(), [torch.zeros(columns, 1024).half()], [None])
+    assert names == ["attend_intervals", "row_products"]
