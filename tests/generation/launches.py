@@ -1,4 +1,4 @@
-"""Launches of a captured step, where kernels are interpreted: PyTorch's operators and Triton's, in order."""
+"""Launches where kernels are interpreted: of a captured step, in order, and the variants that Triton would compile."""
 
 from __future__ import annotations
 
