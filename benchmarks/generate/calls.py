@@ -7,7 +7,8 @@ that the way chose its tokens by counts: against the model in fp64 it is at most
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel, Sto
 from hf_fastdecode.cache.accounting import KVSizes
 from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.generation.decoding.stopping import RowLengthCriteria
+from hf_fastdecode.kernels.device import triton_is_installed
 from hf_fastdecode.measurement.calls import seeded, what_ran
 from hf_fastdecode.measurement.rows import NotAvailableError, status_of
 from hf_fastdecode.measurement.shapes import SHAPES, random_model
@@ -208,3 +210,22 @@ def _generate(model: PreTrainedModel, case: GenerateCase, arguments: dict[str, A
         output: Any = model.generate(**inputs, **drawing, **more)
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences
+
+
+@contextmanager
+def compilations() -> Iterator[list[float]]:
+    """Within, the seconds of each kernel that Triton compiles, in any thread; not of those that are found on disk."""
+    found: list[float] = []
+
+    def listen(*, times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            found.append(times.total / 1e6)
+
+    if not triton_is_installed():
+        yield found
+        return
+    from triton import knobs
+
+    with knobs.compilation.scope():
+        knobs.compilation.listener = listen
+        yield found

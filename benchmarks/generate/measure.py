@@ -28,7 +28,7 @@ from hf_fastdecode.measurement import calls as timed
 
 from ..latest import Latest
 from ..operator_time import measure_ceilings
-from .calls import caller, check_way, floor_kv_bytes, kv_bytes_per_token, load, small_case
+from .calls import caller, check_way, compilations, floor_kv_bytes, kv_bytes_per_token, load, small_case
 from .cases import CompletionCase, GenerateCase
 from .shapes import given_of
 from .ways import GenerateWay, find_way, using
@@ -73,8 +73,10 @@ class GenerateBench(Bench):
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
         """The columns of a way's measurement.
 
-        ``first_call_s``: seconds of the first call of the way, with what it captures and compiles. ``prefill_s``:
-        seconds to the first token of all samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
+        ``first_call_s``: seconds of the first call of the way in this case, with its captures (``first_captures``) and
+        the kernels that Triton compiles in it (``first_compiled``), which were not on disk; ``first_compile_s``: the
+        sum of their seconds, which overlap. ``prefill_s``: seconds to the first token of all samples;
+        ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
         end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens, and an encoder's, once and every
@@ -103,8 +105,9 @@ class GenerateBench(Bench):
         before = timed.begin_peak(self.device)
         with using(model, way):
             first: list[Tensor] = []
-            with timed.seeded(self.device):
+            with timed.seeded(self.device), compilations() as compiled:
                 first_call = timed.wall_seconds(lambda: first.append(call(most)), self.device)
+            captures = None if (report := fd.explain(model).last_call) is None else report.captures
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
             slow = first_call > self.budget_s
@@ -124,6 +127,9 @@ class GenerateBench(Bench):
         drawn = sum(case.lengths()) - case.samples
         result = timed.step_columns(decodes, most - 1, drawn) | {
             "first_call_s": first_call,
+            "first_compiled": len(compiled),
+            "first_compile_s": sum(compiled),
+            "first_captures": captures,
             "ran": ran,
             "steps": most - 1,
         }
@@ -178,7 +184,7 @@ class GenerateBench(Bench):
 _COLUMNS = (
     *("status", "prefill_s", "single_prefill_s", "ms_per_step", "ms_per_step_p20", "ms_per_step_p80", "total_s"),
     *("kv_bytes", "floor_kv_bytes", "peak_bytes", "embedded_tokens"),
-    *("first_call_s", "tokens_per_s", "steps", "ran"),
+    *("first_call_s", "first_compiled", "first_compile_s", "first_captures", "tokens_per_s", "steps", "ran"),
 )
 
 

@@ -187,11 +187,6 @@ class CallContext:
         self.mode = self.report.mode = mode
         self.report.mode_reason = reason
 
-    @property
-    def captures_first(self) -> bool:
-        """Whether it is to make the model's first captures, for which kernels may compile meanwhile."""
-        return self.mode != "eager" and not self.state.captures.made
-
     @contextmanager
     def or_stock(self) -> Iterator[None]:
         """Context that ends early, with `runs_stock` set, where the call is `Unsupported`.

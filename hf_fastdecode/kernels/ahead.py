@@ -93,17 +93,17 @@ def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Calla
     """
     if not _compiles_for(device):
         return run()
-    for thread in _background:
-        thread.join()
     with _compiling(_LeftOut(), device) as left_out:
         result = run()
+    for thread in _background:  # which loads kernels, as no thread should during a capture
+        thread.join()
     return run() if agree(left_out.everything) else result
 
 
 def compile_in_background(run: Callable[[], object], device: torch.device) -> None:
     """Begin to compile the kernels that `run` launches, in a thread in which no launch takes place.
 
-    `compiled_ahead` waits for them.
+    While they compile, they are missing to `compiled_ahead`, which waits for them once it has found what else is.
     """
     if not _compiles_for(device):
         return

@@ -1,7 +1,8 @@
-"""Launches of a captured step, where kernels are interpreted: PyTorch's operators and Triton's, in order."""
+"""Launches where kernels are interpreted: of a captured step, in order, and the variants that Triton would compile."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -18,6 +20,7 @@ from hf_fastdecode.generation.fused import gated
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.steps import graph_capture, modes
 from hf_fastdecode.generation.structure import Structure
+from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.device import MOST_COUNTERS
 from hf_fastdecode.kernels.limits import HALF_PRECISION
 
@@ -92,3 +95,45 @@ def launches_of_a_step(model: PreTrainedModel, call: dict[str, Any]) -> list[str
     with counting, fd.enabled(model, mode="graph", backend="triton"):
         model.generate(**call)
     return steps[-1]
+
+
+class Variants:
+    """Kernels as Triton would compile them, of launches that are left out, but for those that draw tokens.
+
+    Attributes:
+        seen: Of each, its name and what it is compiled for.
+    """
+
+    everything = True  # for `compiled_ahead`
+
+    def __init__(self) -> None:
+        self.seen = set[tuple[Any, ...]]()
+
+    @contextmanager
+    def new(self) -> Iterator[list[str]]:
+        """Within, launches are left out; at the end, the names of the variants that had not been seen, in order."""
+        before, names = set(self.seen), list[str]()
+        token = ahead._left_out.set(self)  # type: ignore[arg-type]
+        try:
+            yield names
+        finally:
+            ahead._left_out.reset(token)
+            names += sorted(variant[0] for variant in self.seen - before)
+
+    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        signature = inspect.signature(kernel.fn)
+        given = signature.bind(*arguments, **{name: options[name] for name in options if name in signature.parameters})
+        parts = {name: self._specialized(kernel.kwargs, name, value) for name, value in given.arguments.items()}
+        launched = {name: value for name, value in options.items() if name not in parts}
+        self.seen.add((kernel.__name__, *parts.items(), *sorted(launched.items())))
+        return kernel.__name__ != "sample_rows"
+
+    @staticmethod
+    def _specialized(kernel: dict[str, Any], name: str, value: Any) -> Any:
+        """What a variant knows of an argument."""
+        whole, aligned = (name not in (kernel[f"do_not_specialize{on}"] or ()) for on in ("", "_on_alignment"))
+        if isinstance(value, Tensor):
+            return value.dtype, whole and aligned and value.data_ptr() % 16 == 0
+        if isinstance(value, int) and name.islower():  # names of compile-time arguments are in capitals
+            return value.bit_length() > 31, whole and value == 1, whole and aligned and value % 16 == 0
+        return type(value) if isinstance(value, float) else value

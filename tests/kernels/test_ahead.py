@@ -18,6 +18,7 @@ OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 ON_A_PRETENDED_GPU = """
 from contextlib import nullcontext
+from threading import Event
 from unittest.mock import patch
 
 import torch
@@ -25,9 +26,10 @@ from tests.kernels.compile_all.pretended import CUDA, Claimed, Claiming, pretend
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
+from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
-from hf_fastdecode.kernels.pointwise.api import gated, rms_norm
-from hf_fastdecode.kernels.pointwise.api import Activation, NormForm
+from hf_fastdecode.kernels.pointwise.api import Activation, NormForm, gated, rms_norm
+from hf_fastdecode.kernels.pointwise.kernel import gate, normalize
 
 launched, runs = [], []
 
@@ -40,11 +42,12 @@ def launch(kernel, grid):
     return record
 
 
-def run(form, activation):
+def run(form, activation, given=None):
     runs.append(form)
+    given = x if given is None else given
     with Claiming():  # this thread too
-        rms_norm(x, x[0].as_subclass(Claimed), 1e-5, form)
-        gated(x, x, activation)
+        rms_norm(given, given[0].as_subclass(Claimed), 1e-5, form)
+        gated(given, given, activation)
     return len(runs)
 
 
@@ -62,14 +65,37 @@ with (
 
     launched.clear()
     compile_in_background(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
-    found = compiled_ahead(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
-    assert found == len(runs) == 7
+    for thread in ahead._background:
+        thread.join()
+    assert compiled_ahead(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA) == len(runs) == 7
+    assert launched == ["normalize", "gate"], launched
+
+    # A pass does not wait for what compiles in the background: it leaves that out, and runs again.
+    launched.clear()
+    begun, goes_on, other = Event(), Event(), x.to(torch.float16).as_subclass(Claimed)
+
+    def compile_later(*arguments, **options):
+        begun.set()
+        assert goes_on.wait(60)
+        return compile_now(*arguments, **options)
+
+    def run_beside():
+        assert begun.wait(60)
+        found = run(NormForm.ROUNDED, Activation.SILU, other)
+        assert goes_on.is_set() or not launched, launched
+        goes_on.set()
+        return found
+
+    compile_now = gate.compile
+    with patch.object(gate, "compile", compile_later), patch.object(normalize, "compile", compile_later):
+        compile_in_background(lambda: run(NormForm.ROUNDED, Activation.SILU, other), CUDA)
+        assert compiled_ahead(run_beside, CUDA) == len(runs) == 10
     assert launched == ["normalize", "gate"], launched
 
     compile_in_background(lambda: 1 / 0, CUDA)
     with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
         compile_in_background(lambda: 1 / 0, CUDA)
-        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == 9
+        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == 12
 print("done")
 """
 

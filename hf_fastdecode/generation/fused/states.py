@@ -130,20 +130,20 @@ def _convolve_tokens(
     **kwargs: Any,
 ) -> Any:
     """``causal_conv1d_fn``: ``[rows, channels, tokens]``, of which each token's channels lie together."""
-    rows, _, tokens = hidden_states.shape
+    (rows, _, tokens), length = hidden_states.shape, weight.shape[-1]
     segments = kwargs.get("segments")
     dtypes = {one.dtype for one in (hidden_states, weight, bias) if one is not None}
     packed = any(kwargs.get(name) is not None for name in ("seq_idx", *_PACKED))
     if not packed and len(dtypes) == 1 and activation in (None, "silu", "swish"):
         given, silu = (weight.contiguous(), bias), activation is not None
         with suppress(ValueError, KernelFailedError):
+            x = hidden_states.mT.flatten(0, 1)
+            starts = starts_of_rows(rows, tokens, x.device) if segments is None else segments.starts
+            # States that are not read are as long as those of segments: another length would be another variant.
+            before, length = (None, length) if segments is None else (segments.conv, segments.length or length)
+            out, after = state_scans.convolve(x, starts, before, *given, silu=silu, length=length)
             if segments is not None:
-                x, length = hidden_states[0].mT, segments.length or weight.shape[-1]
-                of_segments = x, segments.starts, segments.conv, *given
-                out, segments.conv_after = state_scans.convolve(*of_segments, silu=silu, length=length)
-                return out.mT[None]
-            x, starts = hidden_states.mT.flatten(0, 1), starts_of_rows(rows, tokens, hidden_states.device)
-            out, _ = state_scans.convolve(x, starts, None, *given, silu=silu, length=weight.shape[-1] - 1)
+                segments.conv_after = after
             return out.unflatten(0, (rows, tokens)).mT
     if segments is not None:
         raise ValueError("the kernel takes no segments like these")

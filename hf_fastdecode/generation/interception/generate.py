@@ -407,8 +407,7 @@ def decode(
         call.recorder = None if active_call is None else active_call.recorder
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
-        if call.captures_first:
-            begin_compiling_sampler(call, logits_processor, input_ids)
+        begin_compiling_sampler(call, logits_processor, input_ids)
         with call_passes(call) as passes:
             with call.or_stock():
                 start = start_shared(call, passes, input_ids)

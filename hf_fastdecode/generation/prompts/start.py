@@ -100,7 +100,7 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
     """Prefill what is not stored, or queue it on the device."""
     model, prompts, cache, forest = call.model, plan.prompts, plan.cache, plan.nodes.forest
     ids, width = prompts.ids, prompts.width
-    if call.captures_first and not cache.state.division.is_divided:  # whose steps launch others
+    if not cache.state.division.is_divided:  # whose steps launch others
         begin_compiling_attention(call, forest)
     call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if call.recorder is not None:

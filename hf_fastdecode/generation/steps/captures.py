@@ -163,6 +163,10 @@ class Captures:
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         return self._pool
 
+    def has_steps_of(self, rows: int) -> bool:
+        """Whether a step is kept whose kernels are those of a step of so many rows, or most of them."""
+        return any(rows <= step.rows <= bucket(rows) for step in self._steps)
+
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""
         kept = (step for step in self._steps if type(step) is CapturedStep and step.options == options)

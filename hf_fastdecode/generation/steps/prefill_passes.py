@@ -1,7 +1,7 @@
 """The captured prefill passes of a call, the kernels that compile meanwhile, and captures that fail.
 
-While a model's first prompts are prefilled, the kernels that its steps will launch begin to compile. They are found by
-launches over empty tensors, which do not take place (`kernels.ahead`); those not found are compiled at the capture.
+While prompts are prefilled whose steps will be captured, the kernels that these launch begin to compile. They are
+found by launches over empty tensors, which do not take place (`kernels.ahead`); others are compiled at the capture.
 
 A capture may run out of memory, be refused by a kernel or a view (`Unsupported`), perhaps for this batch's rows or
 lengths alone, or meet an operation that CUDA does not allow during a capture.
@@ -31,6 +31,7 @@ from ...errors import PassFailedError, Unsupported, ran_out_of_memory
 from ...kernels.ahead import compile_in_background
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
+from ..fused.trial import names_in
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 from .captured_step import bucket
 
@@ -175,10 +176,11 @@ def _takes_little_memory(model: PreTrainedModel, numbers: int) -> bool:
 
 
 def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, prompts: Tensor) -> None:
-    """Begin to compile the sampling kernel for a call's processors; prompts are ``[rows, width]``."""
-    if (head := call.model.get_output_embeddings()) is None:
+    """Begin to compile the sampling kernel for the call of a model's first captures; prompts are ``[rows, width]``."""
+    if call.mode == "eager" or call.state.captures.made or (head := call.model.get_output_embeddings()) is None:
         return
-    dtype, device = call.model.dtype, call.model.device
+    in_fp32 = "float" in names_in(type(call.model))  # logits, as of Mamba's code; other ones compile later
+    dtype, device = torch.float32 if in_fp32 else call.model.dtype, call.model.device
 
     def launch() -> None:  # where weights are quantized it may find none
         logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
@@ -188,7 +190,9 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
-    """Begin to compile the decode kernels for steps over a forest."""
+    """Begin to compile the decode kernels for steps over a forest, unless such are captured."""
+    if call.mode == "eager" or call.state.captures.has_steps_of(forest.rows):
+        return
     model, layout = call.model, call.structure.layout
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)

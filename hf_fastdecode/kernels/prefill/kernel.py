@@ -34,7 +34,7 @@ def tile_scores(q, k, factor, SOFT_CAP: tl.constexpr, IN_HARDWARE: tl.constexpr)
 
 @triton.jit(
     # Values that differ from pass to pass.
-    do_not_specialize=["count", "kv_heads"],
+    do_not_specialize=["count", "kv_heads", "lse_head_stride"],
     do_not_specialize_on_alignment=["intervals", "sinks"],
 )
 def attend_intervals(

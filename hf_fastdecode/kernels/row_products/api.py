@@ -130,10 +130,9 @@ def _run(
             launch(hopper_row_products, (config.programs,), *tensors, *sizes, **options, **registers)
         return
     tiles, iterations = sum(-(-weight_rows // config.columns) for weight_rows in widths), width // config.at_once
-    sums = inputs  # not read with one part
-    if config.parts > 1:
-        of_tile = config.block_rows * config.columns * products
-        sums = torch.empty(tiles * config.parts * of_tile, dtype=torch.float32, device=device)
+    # Without parts too, where none are added up: a pointer of another type would be another variant.
+    of_tiles = tiles * config.block_rows * config.columns * products if config.parts > 1 else 0
+    sums = torch.empty(of_tiles * config.parts, dtype=torch.float32, device=device)
     parts = config.parts, -(-iterations // config.parts) * config.at_once
     options |= {"BLOCK_N": config.columns, "BLOCK_K": config.at_once, "STAGES": config.stages}
     with launching(Kernel.ROWS, device):

@@ -202,5 +202,4 @@ def scan(
 
 def _launch(name: str, grid: tuple[int, ...], *arguments: Tensor | float | None, **constants: int) -> None:
     device = next(one.device for one in arguments if isinstance(one, Tensor))
-    constants = constants | overlap_options(device)
-    launch_named(Kernel.SCANS, f"state_scans.{name}", device, grid, *arguments, **constants)
+    launch_named(Kernel.SCANS, f"state_scans.{name}", device, grid, *arguments, **constants, **overlap_options(device))
