@@ -1,0 +1,157 @@
+"""`linear` and `attend`: a row's bits do not depend on the other rows of a launch, nor on where it stands in it.
+
+Tiles, the instructions that multiply them, and the order in which a program adds up are the same for any number of
+rows, so that a decode step and a forward pass over whole rows give a token the same bits. Nothing is cut into parts by
+the number of rows or of multiprocessors (no split-K and no stream-K: He et al., "Defeating nondeterminism in LLM
+inference", 2025, on which rules make kernels batch-invariant). Half precision and fp32, by fp32 sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ahead import launch_named
+from ..device import interpreted, power_of_two, triton_is_installed
+from ..failures import Kernel
+from ..limits import FLOATS, are_contiguous, check_numbers, refused
+from .schedule import Config, Tables
+
+LINEAR: Final = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
+"""The tile of all products."""
+
+MOST_HEAD_DIM: Final = 128
+_HEADS = 8  # of a program that merges splits
+
+
+def attention_config(head_dim: int, dtype: torch.dtype) -> Config:
+    """The constants of attention with heads of so many elements."""
+    narrow = head_dim * dtype.itemsize <= 256
+    return Config(64, 64 if narrow else 32, 512, 2)
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why these kernels do not run on a device; None if they do."""
+    if not triton_is_installed():
+        return "triton is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"its kernels run on CUDA devices, got {device.type!r} (TRITON_INTERPRET=1 runs them slowly on a CPU)"
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` in a fixed order of sums; gradients are PyTorch's products.
+
+    Args:
+        x: ``[..., width]``, fp32, fp16 or bf16.
+        weight: ``[columns, width]``, as `bias` in the same dtype.
+        bias: ``[columns]``.
+
+    Returns:
+        ``[..., columns]`` in the dtype of `x`.
+
+    Raises:
+        ValueError: Other shapes or dtypes.
+        KernelFailedError: The kernel cannot be compiled or launched.
+    """
+    found: Tensor = _Linear.apply(x, weight, bias)
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            grad @ weight if of_x else None,
+            rows.T @ x.flatten(0, -2) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    columns, width = weight.shape
+    alike = x.dtype == weight.dtype and x.dtype in FLOATS and (bias is None or bias.dtype == x.dtype)
+    if not alike or x.shape[-1] != width or (bias is not None and bias.shape != (columns,)):
+        raise refused("linear takes x [..., width], weight [columns, width] and bias [columns] of a dtype", x, weight)
+    x, weight = aligned(x), aligned(weight)
+    out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    rows = x.numel() // width
+    if rows:
+        grid = -(-rows // LINEAR["BLOCK_M"]), -(-columns // LINEAR["BLOCK_N"])
+        tensors = x, weight, out if bias is None else bias.contiguous(), out
+        sizes = {"COLUMNS": columns, "WIDTH": width, "BIAS": bias is not None}
+        launch_named(Kernel.INVARIANT, "invariant.kernel.linear", x.device, grid, *tensors, rows, **sizes, **LINEAR)
+    return out
+
+
+def aligned(part: Tensor) -> Tensor:
+    """Contiguous, from a multiple of 16 bytes on: kernels are compiled anew for other addresses."""
+    part = part.contiguous()
+    return part if part.data_ptr() % 16 == 0 else part.clone()
+
+
+class Attended(NamedTuple):
+    """Attention of queries."""
+
+    out: Tensor  # [queries, heads, head_dim], in the query's dtype
+    lse: Tensor  # [heads, queries] fp32: natural log-sum-exp
+
+
+def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Where `attend` finds runs of keys and values, ``[kv_heads, length, head_dim]`` each: ``[runs, 6]`` int64."""
+    rows = [(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2]) for keys, values in runs]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(runs[0][0].device)
+
+
+def attend(
+    query: Tensor, found_at: Tensor, launches: Sequence[Tables], kv_heads: int, scale: float, config: Config
+) -> Attended:
+    """Attention of each query to the keys of its path, in a fixed order of sums. There is no backward pass.
+
+    Args:
+        query: ``[queries, heads, head_dim]``, fp32, fp16 or bf16.
+        found_at: As `addresses` returns it, of runs in the query's dtype whose rows begin at multiples of 16 bytes and
+            are contiguous. They must stay alive, and are not checked.
+        launches: As `schedule` returns them for these queries, on the device.
+
+    Raises:
+        ValueError: Other shapes or dtypes.
+        KernelFailedError: The kernels cannot be compiled or launched.
+    """
+    queries, heads, head_dim = query.shape
+    check_numbers(scale)
+    tables = [part for tables in launches for part in tables[1:]]
+    if heads % kv_heads or head_dim > MOST_HEAD_DIM or query.dtype not in FLOATS or not are_contiguous(*tables):
+        raise refused(f"attend takes queries [queries, heads, head_dim], at most {MOST_HEAD_DIM}", query)
+    query, device = aligned(query), query.device
+    out = Attended(torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device))
+    sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
+    tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
+    by_item: dict[str, Any] = {**sizes, **tile, "GROUP": heads // kv_heads, "num_warps": 4}
+    block_h = min(_HEADS, power_of_two(heads))
+    for first, items, entries, runs, slots in launches:
+        partials = (
+            torch.empty(len(entries), heads, head_dim, dtype=torch.float32, device=device),
+            *torch.empty(2, len(entries), heads, dtype=torch.float32, device=device),
+        )
+        names = "invariant.kernel.attend_split", device, (len(items), kv_heads)
+        launch_named(
+            Kernel.INVARIANT, *names, query, items, entries, runs, found_at, *partials, float(scale), **by_item
+        )
+        names = "invariant.kernel.merge_splits", device, (len(slots), -(-heads // block_h))
+        numbers = first, queries, slots.shape[1]
+        launch_named(Kernel.INVARIANT, *names, slots, *partials, *out, *numbers, **sizes, BLOCK_H=block_h)
+    return out
