@@ -36,9 +36,9 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
                 "and otherwise ignores: the pass runs without it"
             )
         original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
-        if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        with with_labels(labels):
+        with model_state.computing(model), with_labels(labels) if isinstance(labels, Tensor) else nullcontext():
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 

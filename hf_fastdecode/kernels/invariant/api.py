@@ -92,9 +92,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if rows:
         grid = -(-rows // LINEAR["BLOCK_M"]), -(-columns // LINEAR["BLOCK_N"])
         tensors = x, weight, out if bias is None else bias.contiguous(), out
-        sizes = {"COLUMNS": columns, "WIDTH": width, "BIAS": bias is not None}
+        sizes = {"COLUMNS": columns, "WIDTH": width, "BIAS": bias is not None, "WIDE": _wide(x)}
         launch_named(Kernel.INVARIANT, "invariant.kernel.linear", x.device, grid, *tensors, rows, **sizes, **LINEAR)
     return out
+
+
+def _wide(part: Tensor) -> bool:
+    return interpreted() and part.dtype == torch.bfloat16
 
 
 def aligned(part: Tensor) -> Tensor:
@@ -140,13 +144,11 @@ def attend(
     out = Attended(torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device))
     sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
-    by_item: dict[str, Any] = {**sizes, **tile, "GROUP": heads // kv_heads, "num_warps": 4}
+    by_item: dict[str, Any] = {**sizes, **tile, "GROUP": heads // kv_heads, "WIDE": _wide(query), "num_warps": 4}
     block_h = min(_HEADS, power_of_two(heads))
     for first, items, entries, runs, slots in launches:
-        partials = (
-            torch.empty(len(entries), heads, head_dim, dtype=torch.float32, device=device),
-            *torch.empty(2, len(entries), heads, dtype=torch.float32, device=device),
-        )
+        sizes_of = (len(entries), heads, head_dim), (len(entries), heads), (len(entries), heads)
+        partials = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes_of]  # aligned, each
         names = "invariant.kernel.attend_split", device, (len(items), kv_heads)
         launch_named(
             Kernel.INVARIANT, *names, query, items, entries, runs, found_at, *partials, float(scale), **by_item

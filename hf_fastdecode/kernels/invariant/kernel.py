@@ -12,6 +12,14 @@ import triton.language as tl
 from ..forest_decode.node_kernel import LN2, LOG2E, LOWEST, row_pointers
 
 
+@triton.jit
+def product(a, b, sums, WIDE: tl.constexpr):
+    """``sums + a @ b``, of fp32 without TF32; with WIDE in fp32, as Triton's interpreter takes bf16 for integers."""
+    if WIDE:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, sums, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["rows"])
 def linear(
     x,  # [rows, WIDTH], contiguous
@@ -26,6 +34,7 @@ def linear(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """A tile of ``x @ weight.T``: one program sums the whole width, from its begin on."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -43,7 +52,7 @@ def linear(
             in_width = (k < WIDTH - start)[None, :]
             a = tl.load(x_at + start, mask=in_x & in_width, other=0.0)
             b = tl.load(weight_at + start, mask=in_weight & in_width, other=0.0)
-        sums = tl.dot(a, tl.trans(b), sums, input_precision="ieee")
+        sums = product(a, tl.trans(b), sums, WIDE)
     if BIAS:
         sums += tl.load(bias + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     at = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
@@ -69,6 +78,7 @@ def attend_split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,  # positions, a multiple of BLOCK_N
     STAGES: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Attention of queries that share their keys in one split, for one KV head."""
     element: tl.constexpr = query.dtype.element_ty
@@ -113,14 +123,14 @@ def attend_split(
         stored = (position < stop)[:, None] & in_dim[None, :]
         k = tl.load(row_pointers(key_at, dims, element), mask=stored, other=0.0)
         v = tl.load(row_pointers(value_at, dims, element), mask=stored, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = product(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDE)
         visible = (position[None, :] >= oldest[:, None]) & (position[None, :] <= newest[:, None])
         scores = tl.where(visible, scores, -float("inf"))
         new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
         weights = tl.exp2(scores * scale_log2 - new_row_max[:, None])
         rescale = tl.exp2(row_max - new_row_max)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(element), v, acc * rescale[:, None], input_precision="ieee")
+        acc = product(weights.to(element), v, acc * rescale[:, None], WIDE)
         row_max = new_row_max
 
     at = entry * HEADS + query_head
