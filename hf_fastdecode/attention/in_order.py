@@ -76,7 +76,7 @@ class InOrder:
     def attend(self, query: Tensor, runs: Sequence[tuple[Tensor, Tensor] | Segment], scoring: Scoring) -> Partial:
         """Attention of queries ``[queries, heads, head_dim]`` to the runs.
 
-        Takes keys and values of each, ``[kv_heads, length, head_dim]``.
+        Takes keys and values of each, as `addresses` does.
 
         Returns ``out`` ``[queries, heads, head_dim]`` in the query's dtype, and ``lse`` ``[heads, queries]``.
 
@@ -84,10 +84,10 @@ class InOrder:
             Unsupported: The layer's scores are more than scaled products within a window, or its heads too large.
         """
         heads, head_dim = query.shape[1:]
-        kv_heads = runs[0][0].shape[0]
+        kv_heads = runs[0][0].shape[-3]
         if scoring.softcap is not None or scoring.sinks is not None or scoring.distances is not None:
             raise Unsupported(f"attention in a fixed order of sums is plain or windowed{scoring.report_note}")
-        alike = {part.shape[2] for run in runs for part in run} == {head_dim}
+        alike = {part.shape[-1] for run in runs for part in run} == {head_dim}
         if not alike or head_dim > MOST_HEAD_DIM or head_dim * query.itemsize % 16:
             raise Unsupported(
                 f"attention in a fixed order of sums takes heads of up to {MOST_HEAD_DIM} elements, and of a multiple "

@@ -239,8 +239,7 @@ class DecodeKV(SharedKV):
 
     def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
         kv, order, (rows, _, queries, _) = self.append(), self.step.in_order, query.shape
-        runs = [kv.node(span) for span in order.names]
-        runs += [Segment(*(part[row] for part in kv.suffix)) for row in range(rows)]
+        runs = [*map(kv.node, order.names), kv.suffix]
         out, _ = order.attend(query.transpose(1, 2).flatten(0, 1), runs, scoring)
         if self._is_new("in order"):
             self.layer.note(scoring)

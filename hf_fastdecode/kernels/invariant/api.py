@@ -115,8 +115,16 @@ class Attended(NamedTuple):
 
 
 def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Where `attend` finds runs of keys and values, ``[kv_heads, length, head_dim]`` each: ``[runs, 6]`` int64."""
-    rows = [(keys.data_ptr(), values.data_ptr(), *keys.stride()[:2], *values.stride()[:2]) for keys, values in runs]
+    """Where `attend` finds runs of keys and values: ``[runs, 6]`` int64.
+
+    They are ``[kv_heads, length, head_dim]`` each, or several at once, ``[runs, kv_heads, length, head_dim]``.
+    """
+    rows: list[tuple[int, ...]] = []
+    for keys, values in runs:
+        strides = *keys.stride()[-3:-1], *values.stride()[-3:-1]
+        of_keys, of_values = (part.stride(0) * part.itemsize if part.dim() == 4 else 0 for part in (keys, values))
+        for run in range(len(keys) if keys.dim() == 4 else 1):
+            rows.append((keys.data_ptr() + run * of_keys, values.data_ptr() + run * of_values, *strides))
     return torch.tensor(rows, dtype=torch.int64, device="cpu").to(runs[0][0].device)
 
 

@@ -34,7 +34,8 @@ class Queries(NamedTuple):
     """Consecutive tokens of a row.
 
     Attributes:
-        path: Numbers of the runs of keys from the row's first token on; the last ones may hold later tokens too.
+        path: Numbers of the runs of keys from the row's first token on. The queries are in the last one, which may
+            hold later tokens too.
         position: The first query's, counted from the row's first token.
         count: At least 1.
     """
@@ -90,6 +91,17 @@ def _parts(queries: Sequence[Queries]) -> Iterator[tuple[int, Queries]]:
         index += one.count
 
 
+_Read = tuple[tuple[int, int], ...]
+"""Runs of keys, and the position of each one's first."""
+
+
+def _rows(index: int, part: Queries, window: int | None) -> NDArray[np.int64]:
+    """Rows of `Tables.entries`."""
+    newest = part.position + np.arange(part.count)
+    oldest = np.zeros_like(newest) if window is None else np.maximum(newest - window + 1, 0)
+    return np.stack([index + np.arange(part.count), oldest, newest], 1)
+
+
 def _tables(
     first: int,
     parts: Sequence[tuple[int, Queries]],
@@ -98,32 +110,42 @@ def _tables(
     window: int | None,
     config: Config,
 ) -> Tables:
-    sharing: dict[tuple[int, tuple[tuple[int, int], ...]], list[NDArray[np.int64]]] = {}
+    sharing: dict[tuple[int, _Read], list[NDArray[np.int64]]] = {}
+    together: dict[tuple[int, ...], list[tuple[int, Queries]]] = {}
     for index, part in parts:
-        newest = part.position + np.arange(part.count)
-        oldest = np.zeros_like(newest) if window is None else np.maximum(newest - window + 1, 0)
-        begins = list(accumulate((lengths[run] for run in part.path), initial=0))
-        for split in range(int(oldest[0]) // config.split, int(newest[-1]) // config.split + 1):
-            begin, end = split * config.split, (split + 1) * config.split
-            stop = min(end, int(newest[-1]) + 1)
-            runs = zip(part.path, begins, begins[1:], strict=False)
-            read = tuple((run, start) for run, start, after in runs if start < stop and after > begin)
-            sees = np.flatnonzero((newest >= begin) & (oldest < end))
-            sharing.setdefault((split, read), []).append(np.stack([index + sees, oldest[sees], newest[sees]], 1))
+        together.setdefault(part.path[:-1], []).append((index, part))
+    for path, members in together.items():
+        begins = list(accumulate((lengths[run] for run in path), initial=0))
+        own = begins[-1]  # where the last runs begin, which all queries are in
+        rows = [_rows(index, part, window) for index, part in members]
+        alike = np.concatenate(rows)
+        oldest = int(alike[:, 1].min()) // config.split
+
+        def read(split: int, stop: int, path: tuple[int, ...] = path, begins: list[int] = begins) -> _Read:
+            runs, begin = zip(path, begins, begins[1:], strict=False), split * config.split
+            return tuple((run, start) for run, start, after in runs if start < stop and after > begin)
+
+        for split in range(oldest, own // config.split):
+            end = (split + 1) * config.split
+            sharing.setdefault((split, read(split, end)), []).append(alike[alike[:, 1] < end])
+        for (_, part), mine in zip(members, rows, strict=True):
+            for split in range(max(oldest, own // config.split), int(mine[-1, 2]) // config.split + 1):
+                begin, end = split * config.split, (split + 1) * config.split
+                sees = mine[(mine[:, 2] >= begin) & (mine[:, 1] < end)]
+                sharing.setdefault((split, (*read(split, end), (part.path[-1], own))), []).append(sees)
     count = parts[-1][0] + parts[-1][1].count - first
     slots = np.full((count, 1 + max(split for split, _ in sharing)), -1, dtype=np.int32)
     items: list[tuple[int, ...]] = []
     entries: list[NDArray[np.int64]] = []
     read_runs: list[tuple[int, int]] = []
     filled, at_once = 0, config.block_m // group
-    for (split, read), rows in sharing.items():
-        together = np.concatenate(rows)
-        slots[together[:, 0] - first, split] = filled + np.arange(len(together))
-        for done in range(0, len(together), at_once):
-            some = min(at_once, len(together) - done)
-            items.append((filled + done, some, len(read_runs), len(read), split))
-        entries.append(together)
-        read_runs += read
-        filled += len(together)
+    for (split, runs), rows in sharing.items():
+        seeing = np.concatenate(rows)
+        slots[seeing[:, 0] - first, split] = filled + np.arange(len(seeing))
+        for done in range(0, len(seeing), at_once):
+            items.append((filled + done, min(at_once, len(seeing) - done), len(read_runs), len(runs), split))
+        entries.append(seeing)
+        read_runs += runs
+        filled += len(seeing)
     tables = np.array(items), np.concatenate(entries), np.array(read_runs), slots
     return Tables(first, *(torch.from_numpy(part.astype(np.int32)) for part in tables))
