@@ -17,19 +17,19 @@ from hf_fastdecode.kernels.invariant.schedule import Config
 from ..forward.comparison import checkpoint
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
-WIDTH = 46
-SHARED, APART = ragged_prompts(WIDTH, 40, shared=36), ragged_prompts(WIDTH, 37)
+WIDTH = 22
+SHARED, APART = ragged_prompts(WIDTH, 19, shared=14), ragged_prompts(WIDTH, 17)
 RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 3}
 SAMPLED = RETURNED | {"do_sample": True, "eos_token_id": [*range(3, 10)]}
 
 
 @pytest.fixture(autouse=True)
 def _several_splits(monkeypatch):
-    monkeypatch.setattr(in_order, "attention_config", lambda *_: Config(32, 16, 32, 1))
+    monkeypatch.setattr(in_order, "attention_config", lambda *_: Config(32, 16, 16, 1))
 
 
 def enabled(name="qwen3", dtype=torch.float32, **options):
-    return fd.enable(tiny_model(name).to(dtype), log_probs="invariant", **options)
+    return fd.enable(tiny_model(name).to(dtype), log_probs="invariant", **{"min_shared_tokens": 8} | options)
 
 
 def sampled(model, prompts=SHARED, samples=2, **arguments):

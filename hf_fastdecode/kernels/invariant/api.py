@@ -25,13 +25,14 @@ LINEAR: Final = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 3, "num_
 """The tile of all products."""
 
 MOST_HEAD_DIM: Final = 128
-_HEADS = 8  # of a program that merges splits
+_MERGED = 16  # heads of queries that a program merges
 
 
 def attention_config(head_dim: int, dtype: torch.dtype) -> Config:
     """The constants of attention with heads of so many elements."""
-    narrow = head_dim * dtype.itemsize <= 256
-    return Config(64, 64 if narrow else 32, 512, 2)
+    if dtype == torch.float32:  # which no tensor core multiplies: larger tiles do not fit in registers
+        return Config(16, 16, 512, 1)
+    return Config(64, 64, 512, 2)
 
 
 def refusal(device: torch.device) -> str | None:
@@ -153,7 +154,6 @@ def attend(
     sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
     by_item: dict[str, Any] = {**sizes, **tile, "GROUP": heads // kv_heads, "WIDE": _wide(query), "num_warps": 4}
-    block_h = min(_HEADS, power_of_two(heads))
     for first, items, entries, runs, slots in launches:
         sizes_of = (len(entries), heads, head_dim), (len(entries), heads), (len(entries), heads)
         partials = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes_of]  # aligned, each
@@ -161,7 +161,7 @@ def attend(
         launch_named(
             Kernel.INVARIANT, *names, query, items, entries, runs, found_at, *partials, float(scale), **by_item
         )
-        names = "invariant.kernel.merge_splits", device, (len(slots), -(-heads // block_h))
-        numbers = first, queries, slots.shape[1]
-        launch_named(Kernel.INVARIANT, *names, slots, *partials, *out, *numbers, **sizes, BLOCK_H=block_h)
+        names = "invariant.kernel.merge_splits", device, (-(-slots.shape[0] * heads // _MERGED),)
+        numbers = first, len(slots), queries, slots.shape[1]
+        launch_named(Kernel.INVARIANT, *names, slots, *partials, *out, *numbers, **sizes, BLOCK_R=_MERGED)
     return out

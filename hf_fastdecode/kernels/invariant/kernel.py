@@ -139,45 +139,47 @@ def attend_split(
     tl.store(partial_sum + at, row_sum, mask=in_tile)
 
 
-@triton.jit(do_not_specialize=["first", "tokens", "splits"])
+@triton.jit(do_not_specialize=["first", "count", "tokens", "splits"])
 def merge_splits(
-    slots,  # [queries, splits] int32: the entry of each split; -1 for one of which a query sees nothing
+    slots,  # [count, splits] int32: the entry of each split; -1 for one of which a query sees nothing
     partial_out,  # as of `attend_split`
     partial_max,
     partial_sum,
     out,  # [tokens, HEADS, HEAD_DIM], contiguous
     lse,  # [HEADS, tokens] fp32, natural logarithm
     first,  # the first query's token
+    count,
     tokens,
     splits,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The splits of one query and some heads, in the order of positions."""
-    number = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    """The splits of some heads of queries, in the order of positions."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    query, head = row // HEADS, row % HEADS
+    in_rows = query < count
     dims = tl.arange(0, BLOCK_D)
-    in_heads = head < HEADS
-    kept = in_heads[:, None] & (dims < HEAD_DIM)[None, :]
-    row_max = tl.full([BLOCK_H], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_H], tl.float32)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    in_dim = (dims < HEAD_DIM)[None, :]
+    row_max = tl.full([BLOCK_R], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for split in range(0, splits):
-        entry = tl.load(slots + number * splits + split).to(tl.int64)
-        at = entry * HEADS + head
-        there = entry >= 0
-        part_max = tl.load(partial_max + at, mask=in_heads & there, other=LOWEST)
-        part_sum = tl.load(partial_sum + at, mask=in_heads & there, other=0.0)
-        part = tl.load(partial_out + (at * HEAD_DIM)[:, None] + dims[None, :], mask=kept & there, other=0.0)
+        entry = tl.load(slots + query.to(tl.int64) * splits + split, mask=in_rows, other=-1).to(tl.int64)
+        at, there = entry * HEADS + head, entry >= 0
+        part_max = tl.load(partial_max + at, mask=there, other=LOWEST)
+        part_sum = tl.load(partial_sum + at, mask=there, other=0.0)
+        part_at = partial_out + (at * HEAD_DIM)[:, None] + dims[None, :]
+        part = tl.load(part_at, mask=there[:, None] & in_dim, other=0.0)
         new_row_max = tl.maximum(row_max, part_max)
         rescale, weight = tl.exp2(row_max - new_row_max), tl.exp2(part_max - new_row_max)
         row_sum = row_sum * rescale + part_sum * weight
         acc = acc * rescale[:, None] + part * weight[:, None]
         row_max = new_row_max
-    at = (first + number) * HEADS + head
-    row_sum = tl.where(in_heads, row_sum, 1.0)
-    result = acc * (1.0 / row_sum)[:, None]
-    tl.store(out + (at * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=kept)
-    tl.store(lse + head.to(tl.int64) * tokens + first + number, (row_max + tl.log2(row_sum)) * LN2, mask=in_heads)
+    token = (first + query).to(tl.int64)
+    row_sum = tl.where(in_rows, row_sum, 1.0)
+    result = (acc * (1.0 / row_sum)[:, None]).to(out.dtype.element_ty)
+    at = out + ((token * HEADS + head) * HEAD_DIM)[:, None] + dims[None, :]
+    tl.store(at, result, mask=in_rows[:, None] & in_dim)
+    tl.store(lse + head.to(tl.int64) * tokens + token, (row_max + tl.log2(row_sum)) * LN2, mask=in_rows)
