@@ -1,7 +1,7 @@
 """Log-probabilities of steps beside those of forward passes: ``python -m benchmarks.generate.invariant [SHAPE ...]``.
 
-On a GPU, in bf16, for each value of ``log_probs`` and eager and captured steps where it has both: seconds of a step and
-of a forward pass over the finished rows, and how many log-probabilities of the call's tokens have the bits of that
+On a GPU, in bf16, for each value of ``log_probs``, and eager and captured steps where it has both: seconds of a step
+and of a forward pass over the finished rows, and how many log-probabilities of the call's tokens have the bits of that
 pass's. Then products by the kernel of ``log_probs="invariant"`` beside PyTorch's.
 """
 

@@ -40,7 +40,7 @@ class InOrder:
         lengths: Keys of each run.
     """
 
-    def __init__(self, names: Sequence[Hashable], lengths: Sequence[int], queries: Sequence[Queries]):
+    def __init__(self, names: Sequence[Any], lengths: Sequence[int], queries: Sequence[Queries]):
         self.names, self._lengths, self._queries = names, lengths, queries
         self._schedules: dict[Hashable, list[Tables]] = {}
 

@@ -240,7 +240,8 @@ class _Plan:
         """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``."""
         if self.in_order is not None:
             runs = [
-                tuple(part[run.start : run.stop].transpose(0, 1) for part in (key, value)) for run in self.paths.runs
+                (key[run.start : run.stop].transpose(0, 1), value[run.start : run.stop].transpose(0, 1))
+                for run in self.paths.runs
             ]
             return self.in_order.attend(query, runs, replace(self.scoring, sinks=sinks))
         if self.by_kernel:

@@ -44,7 +44,7 @@ def require_invariant(model: PreTrainedModel, decoder: PreTrainedModel | None) -
         reason: str | None = "it has no decoder of text whose tokens attend to earlier ones alone"
     else:
         structure = Structure(model, fused=InvariantModules)
-        reason = reason_of(lambda: (structure.fused, check_decoder(decoder, structure)))
+        reason = reason_of(lambda: structure.fused) or reason_of(check_decoder, decoder, structure)
     if reason is not None:
         name = type(model).__name__
         raise ValueError(f"log_probs='invariant' does not serve {name}: {reason}; use log_probs='trainer'")

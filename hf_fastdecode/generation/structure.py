@@ -129,7 +129,7 @@ class Structure:
         kind = self._fused
         if kind.left_out(self._model, gathers=self.gathering is not None):
             return None
-        found = self.kept(kind, lambda: kind(self._model, self.walk.modules).found)
+        found = self.kept(("fused", kind.__name__), lambda: kind(self._model, self.walk.modules).found)
         return kind(self._model, self.walk.modules, found)
 
     @cached_property
@@ -163,7 +163,7 @@ class Structure:
 
     @property
     def fused_names(self) -> str:
-        return self.kept((self._fused, "names"), lambda: str(self.fused or ""))
+        return self.kept(("fused names", self._fused.__name__), lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
         """The result of `answer`, asked once while the model is untouched; it must not refer to modules or tensors."""

@@ -219,7 +219,7 @@ class FastSampler(Sampler):
             self._settings.step.fill_(step)
         tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen, steps=steps)
         if self._by_softmax:
-            logprobs = Drawn(tokens.long(), logits=logits.float()).token_logprobs
+            logprobs = logits.float().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
         return Drawn(tokens.to(rows.device), logprobs=logprobs.to(rows.device))  # prompts may stay on the CPU
 
     def forget(self, rows: Tensor) -> None:

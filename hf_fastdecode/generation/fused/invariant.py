@@ -38,7 +38,7 @@ def _product(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise Unsupported("a linear layer has got a hook, or code of its own")
     given = [None if part is None else cast(part) for part in (x, module.weight, module.bias)]
     with no_autocast(x.device):
-        return linear(*given)  # type: ignore[arg-type]
+        return linear(*given)
 
 
 def _key_of_linear(module: nn.Module) -> Hashable | None:

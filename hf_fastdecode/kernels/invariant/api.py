@@ -146,22 +146,22 @@ def attend(
     """
     queries, heads, head_dim = query.shape
     check_numbers(scale)
-    tables = [part for tables in launches for part in tables[1:]]
-    if heads % kv_heads or head_dim > MOST_HEAD_DIM or query.dtype not in FLOATS or not are_contiguous(*tables):
+    every = [part for one in launches for part in one[1:]]
+    if heads % kv_heads or head_dim > MOST_HEAD_DIM or query.dtype not in FLOATS or not are_contiguous(*every):
         raise refused(f"attend takes queries [queries, heads, head_dim], at most {MOST_HEAD_DIM}", query)
     query, device = aligned(query), query.device
     out = Attended(torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device))
-    sizes = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
+    sizes: dict[str, Any] = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
+    by_row = {**sizes, "BLOCK_R": _MERGED}
     by_item: dict[str, Any] = {**sizes, **tile, "GROUP": heads // kv_heads, "WIDE": _wide(query), "num_warps": 4}
     for first, items, entries, runs, slots in launches:
         sizes_of = (len(entries), heads, head_dim), (len(entries), heads), (len(entries), heads)
         partials = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes_of]  # aligned, each
-        names = "invariant.kernel.attend_split", device, (len(items), kv_heads)
-        launch_named(
-            Kernel.INVARIANT, *names, query, items, entries, runs, found_at, *partials, float(scale), **by_item
-        )
-        names = "invariant.kernel.merge_splits", device, (-(-slots.shape[0] * heads // _MERGED),)
-        numbers = first, len(slots), queries, slots.shape[1]
-        launch_named(Kernel.INVARIANT, *names, slots, *partials, *out, *numbers, **sizes, BLOCK_R=_MERGED)
+        tables = query, items, entries, runs, found_at, *partials
+        grid: tuple[int, ...] = (len(items), kv_heads)
+        launch_named(Kernel.INVARIANT, "invariant.kernel.attend_split", device, grid, *tables, float(scale), **by_item)
+        grid, numbers = (-(-len(slots) * heads // _MERGED),), (first, len(slots), queries, slots.shape[1])
+        merged = slots, *partials, *out, *numbers
+        launch_named(Kernel.INVARIANT, "invariant.kernel.merge_splits", device, grid, *merged, **by_row)
     return out

@@ -37,12 +37,12 @@ class Queries(NamedTuple):
         path: Numbers of the runs of keys from the row's first token on. The queries are in the last one, which may
             hold later tokens too.
         position: The first query's, counted from the row's first token.
-        count: At least 1.
+        tokens: At least 1.
     """
 
     path: tuple[int, ...]
     position: int
-    count: int
+    tokens: int
 
 
 class Tables(NamedTuple):
@@ -72,7 +72,7 @@ def schedule(
     waiting: list[tuple[int, Queries]] = []
     first = entries = 0
     for index, part in _parts(queries):
-        needed = part.count * (1 + (part.position + part.count - 1) // config.split)
+        needed = part.tokens * (1 + (part.position + part.tokens - 1) // config.split)
         if waiting and entries + needed > MOST_ENTRIES:
             found.append(_tables(first, waiting, lengths, group, window, config))
             waiting, first, entries = [], index, 0
@@ -85,10 +85,10 @@ def _parts(queries: Sequence[Queries]) -> Iterator[tuple[int, Queries]]:
     """The queries in parts of some of one row, with the number of each part's first one."""
     index = 0
     for one in queries:
-        for done in range(0, one.count, _AT_ONCE):
-            part = one._replace(position=one.position + done, count=min(_AT_ONCE, one.count - done))
+        for done in range(0, one.tokens, _AT_ONCE):
+            part = one._replace(position=one.position + done, tokens=min(_AT_ONCE, one.tokens - done))
             yield index + done, part
-        index += one.count
+        index += one.tokens
 
 
 _Read = tuple[tuple[int, int], ...]
@@ -97,9 +97,9 @@ _Read = tuple[tuple[int, int], ...]
 
 def _rows(index: int, part: Queries, window: int | None) -> NDArray[np.int64]:
     """Rows of `Tables.entries`."""
-    newest = part.position + np.arange(part.count)
+    newest = part.position + np.arange(part.tokens)
     oldest = np.zeros_like(newest) if window is None else np.maximum(newest - window + 1, 0)
-    return np.stack([index + np.arange(part.count), oldest, newest], 1)
+    return np.stack([index + np.arange(part.tokens), oldest, newest], 1)
 
 
 def _tables(
@@ -133,7 +133,7 @@ def _tables(
                 begin, end = split * config.split, (split + 1) * config.split
                 sees = mine[(mine[:, 2] >= begin) & (mine[:, 1] < end)]
                 sharing.setdefault((split, (*read(split, end), (part.path[-1], own))), []).append(sees)
-    count = parts[-1][0] + parts[-1][1].count - first
+    count = parts[-1][0] + parts[-1][1].tokens - first
     slots = np.full((count, 1 + max(split for split, _ in sharing)), -1, dtype=np.int32)
     items: list[tuple[int, ...]] = []
     entries: list[NDArray[np.int64]] = []
