@@ -64,15 +64,13 @@ def by_trainer(model, output, prompts=SHARED, rows=slice(None)):
     ],
 )
 def test_steps_have_the_bits_of_passes_over_whole_rows(name, dtype, prompts):
-    """With gradients and without, of all rows and of one alone, padded or not."""
+    """Of all rows, padded or not, with gradients, and of one alone, without."""
     brief = dtype == torch.bfloat16 and prompts is SHARED  # which takes Triton's interpreter long
     model = enabled(name, dtype, 1 if brief else 2)
     output = sampled(model, prompts)
     assert fd.explain(model).last_call.path == "shared"
     assert (output.logprobs < -0.01).float().mean() > 0.2
-    for gradients in (False, True):
-        with torch.set_grad_enabled(gradients):
-            assert torch.equal(by_trainer(model, output, prompts).detach(), output.logprobs)
+    assert torch.equal(by_trainer(model, output, prompts).detach(), output.logprobs)
     with torch.no_grad():
         assert torch.equal(by_trainer(model, output, prompts, slice(3, 4)), output.logprobs[3:])
 
@@ -121,6 +119,17 @@ def gradients_of(model, output):
     model.zero_grad()
     by_trainer(model, output).sum().backward()
     return [part.grad.clone() for part in model.parameters()]
+
+
+def test_waves_and_prefill_in_parts():
+    """Two rows at a time, and prompts in passes of ten tokens; compared with a model that does neither."""
+    model, recorder = enabled(max_rows=2, max_prefill_tokens=10), fd.TokenLogProbs()
+    sequences = sampled(model, logits_processor=[recorder], return_dict_in_generate=False)
+    assert fd.explain(model).last_call.rows_at_once == 2
+    fd.enable(model, log_probs="invariant", min_shared_tokens=8)
+    whole = sampled(model)
+    assert torch.equal(sequences, whole.sequences)
+    assert torch.equal(recorder.of(sequences[:, WIDTH:]), whole.logprobs)
 
 
 def test_autocast_and_recorders():
