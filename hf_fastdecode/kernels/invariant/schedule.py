@@ -86,7 +86,7 @@ def _parts(queries: Sequence[Queries]) -> Iterator[tuple[int, Queries]]:
     index = 0
     for one in queries:
         for done in range(0, one.tokens, _AT_ONCE):
-            part = one._replace(position=one.position + done, tokens=min(_AT_ONCE, one.tokens - done))
+            part = Queries(one.path, one.position + done, min(_AT_ONCE, one.tokens - done))
             yield index + done, part
         index += one.tokens
 
