@@ -58,8 +58,8 @@ SUBJECTS: Final = (
     ),
     Subject(
         "A fixed order of sums",
-        'The model is enabled with `log_probs="invariant"`, whose kernels do not compute this: calls and passes raise. '
-        'Use `log_probs="trainer"`; see [rollouts](rl.md#steps-with-the-bits-of-a-trainers-pass).',
+        'The model is enabled with `log_probs="invariant"`, whose kernels do not compute this: calls and passes '
+        'raise. Use `log_probs="trainer"`; see [rollouts](rl.md#steps-with-the-bits-of-a-trainers-pass).',
         ("attention/in_order.py", "generation/fused/invariant.py"),
     ),
     Subject(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._compat import setting
 from ..errors import Unsupported
-from ..kernels.invariant.api import MOST_HEAD_DIM, addresses, attend, attention_config
+from ..kernels.invariant.api import MOST_HEAD_DIM, addresses, aligned, attend, attention_config
 from ..kernels.invariant.schedule import Queries, Tables, schedule
 from .forest import Forest, Span
 from .kv import Partial, Scoring, Segment
@@ -94,6 +94,11 @@ class InOrder:
                 f"of 16 bytes, got {head_dim} elements"
             )
         config = attention_config(head_dim, query.dtype)
+        if heads // kv_heads > config.block_m:
+            raise Unsupported(
+                f"attention in a fixed order of sums takes up to {config.block_m} query heads for a KV head, got "
+                f"{heads // kv_heads}"
+            )
         name = heads // kv_heads, scoring.window, config, query.device
         if (launches := self._schedules.get(name)) is None:
             given = self._queries, self._lengths, *name[:3]
@@ -104,5 +109,6 @@ class InOrder:
 
 
 def _rows(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values whose tokens are read by 16 bytes."""
     part = part.to(dtype)
-    return part if part.stride(-1) == 1 and part.data_ptr() % 16 == 0 else part.contiguous()
+    return part if part.stride(-1) == 1 and part.data_ptr() % 16 == 0 else aligned(part)

@@ -19,7 +19,7 @@ from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 WIDTH = 22
 SHARED, APART = ragged_prompts(WIDTH, 19, shared=14), ragged_prompts(WIDTH, 17)
-RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 3}
+RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 2}
 SAMPLED = RETURNED | {"do_sample": True, "eos_token_id": [*range(3, 10)]}
 
 
@@ -28,9 +28,9 @@ def _several_splits(monkeypatch):
     monkeypatch.setattr(in_order, "attention_config", lambda *_: Config(32, 16, 16, 1))
 
 
-def enabled(name="qwen3", dtype=torch.float32, layers=2, **options):
+def enabled(name="qwen3", dtype=torch.float32, **options):
     return fd.enable(
-        tiny_model(name, num_hidden_layers=layers).to(dtype),
+        tiny_model(name).to(dtype),
         log_probs="invariant",
         **{"min_shared_tokens": 8} | options,
     )
@@ -56,7 +56,7 @@ def by_trainer(model, output, prompts=SHARED, rows=slice(None)):
     ("name", "dtype", "prompts"),
     [
         ("qwen3", torch.float32, SHARED),
-        ("llama-gqa", torch.bfloat16, SHARED),
+        pytest.param("llama-gqa", torch.bfloat16, SHARED, marks=pytest.mark.exhaustive),
         pytest.param("qwen3-window", torch.float32, SHARED, marks=pytest.mark.exhaustive),
         ("llama-gqa", torch.float32, APART),
         pytest.param("qwen3", torch.bfloat16, APART, marks=pytest.mark.exhaustive),
@@ -65,8 +65,7 @@ def by_trainer(model, output, prompts=SHARED, rows=slice(None)):
 )
 def test_steps_have_the_bits_of_passes_over_whole_rows(name, dtype, prompts):
     """Of all rows, padded or not, with gradients, and of one alone, without."""
-    brief = dtype == torch.bfloat16 and prompts is SHARED  # which takes Triton's interpreter long
-    model = enabled(name, dtype, 1 if brief else 2)
+    model = enabled(name, dtype)
     output = sampled(model, prompts)
     assert fd.explain(model).last_call.path == "shared"
     assert (output.logprobs < -0.01).float().mean() > 0.2
@@ -90,6 +89,7 @@ def test_products_whose_tile_depends_on_rows_tell(monkeypatch):
         assert not torch.equal(by_trainer(model, output), output.logprobs)
 
 
+@pytest.mark.exhaustive
 def test_half_precision_has_stocks_errors():
     """bf16 is cut off in Triton's interpreter where it is rounded elsewhere, so that fp16 tells."""
     model, exact = tiny_model("qwen3").half(), tiny_model("qwen3").double()
@@ -121,6 +121,7 @@ def gradients_of(model, output):
     return [part.grad.clone() for part in model.parameters()]
 
 
+@pytest.mark.exhaustive
 def test_waves_and_prefill_in_parts():
     """Two rows at a time, and prompts in passes of ten tokens; compared with a model that does neither."""
     model, recorder = enabled(max_rows=2, max_prefill_tokens=10), fd.TokenLogProbs()
@@ -136,7 +137,7 @@ def test_autocast_and_recorders():
     """fp32 weights, as TRL's trainers have them by default."""
     model, recorder = enabled(), fd.TokenLogProbs()
     with torch.autocast("cpu", torch.bfloat16):
-        output = sampled(model, logits_processor=[recorder], max_new_tokens=2)
+        output = sampled(model, logits_processor=[recorder])
         assert torch.equal(by_trainer(model, output).detach(), output.logprobs)
     assert torch.equal(recorder.of(output.sequences[:, WIDTH:]), output.logprobs)
 
@@ -145,6 +146,18 @@ def test_autocast_and_recorders():
 def test_other_models_are_refused(name):
     with pytest.raises(ValueError, match=r"does not serve .* fixed order of sums"):
         enabled(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "reason"),
+    [("qwen3", {"head_dim": 256}, "up to 128 elements"), ("gemma2", {}, "plain or windowed, with a soft cap")],
+)
+def test_attention_that_kernels_do_not_compute_raises(name, sizes, reason):
+    model = fd.enable(tiny_model(name, **sizes), log_probs="invariant")
+    with pytest.raises(ValueError, match=reason):
+        model(**SHARED)
+    with pytest.raises(ValueError, match=reason):
+        sampled(model)
 
 
 def test_encoders_and_devices_without_kernels_are_refused(monkeypatch):
