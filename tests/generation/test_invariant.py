@@ -15,10 +15,15 @@ from hf_fastdecode.kernels.invariant import api
 from hf_fastdecode.kernels.invariant.schedule import Config
 
 from ..forward.comparison import checkpoint
+from ..kernels.operator_runs import DEVICE
+from ..kernels.test_invariant import in_parts_for_many
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 
 WIDTH = 22
-SHARED, APART = ragged_prompts(WIDTH, 19, shared=14), ragged_prompts(WIDTH, 17)
+SHARED, APART = (
+    {name: part.to(DEVICE) for name, part in prompts.items()}
+    for prompts in (ragged_prompts(WIDTH, 19, shared=14), ragged_prompts(WIDTH, 17))
+)
 RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 2}
 SAMPLED = RETURNED | {"do_sample": True, "eos_token_id": [*range(3, 10)]}
 
@@ -29,11 +34,8 @@ def _several_splits(monkeypatch):
 
 
 def enabled(name="qwen3", dtype=torch.float32, **options):
-    return fd.enable(
-        tiny_model(name).to(dtype),
-        log_probs="invariant",
-        **{"min_shared_tokens": 8} | options,
-    )
+    model = tiny_model(name).to(DEVICE, dtype)
+    return fd.enable(model, log_probs="invariant", **{"min_shared_tokens": 8} | options)
 
 
 def sampled(model, prompts=SHARED, samples=2, **arguments):
@@ -43,7 +45,7 @@ def sampled(model, prompts=SHARED, samples=2, **arguments):
 def by_trainer(model, output, prompts=SHARED, rows=slice(None)):
     """Log-probabilities ``[rows, steps]`` of a forward pass over these rows, with prompts padded at the left."""
     tokens = output.sequences[:, WIDTH:]
-    ends = torch.isin(tokens, torch.tensor(SAMPLED["eos_token_id"])).long()
+    ends = torch.isin(tokens, torch.tensor(SAMPLED["eos_token_id"], device=DEVICE)).long()
     drawn = (ends.cumsum(1) == ends).long()
     of_prompts = prompts["attention_mask"].repeat_interleave(len(tokens) // 2, 0)
     given = {"input_ids": output.sequences, "attention_mask": torch.cat([of_prompts, drawn], 1)}
@@ -74,15 +76,8 @@ def test_steps_have_the_bits_of_passes_over_whole_rows(name, dtype, prompts):
         assert torch.equal(by_trainer(model, output, prompts, slice(3, 4)), output.logprobs[3:])
 
 
-def test_products_whose_tile_depends_on_rows_tell(monkeypatch):
-    compute = api._linear
-
-    def varied(x, weight, bias):
-        monkeypatch.setitem(api.LINEAR, "BLOCK_K", 16 if x.numel() < 16 * x.shape[-1] else 64)
-        return compute(x, weight, bias)
-
-    monkeypatch.setattr(api, "LINEAR", dict(api.LINEAR))
-    monkeypatch.setattr(api, "_linear", varied)
+def test_products_whose_parts_depend_on_rows_tell(monkeypatch):
+    monkeypatch.setattr(api, "_linear", in_parts_for_many)
     model = enabled()
     output = sampled(model)
     with torch.no_grad():
@@ -92,7 +87,7 @@ def test_products_whose_tile_depends_on_rows_tell(monkeypatch):
 @pytest.mark.exhaustive
 def test_half_precision_has_stocks_errors():
     """bf16 is cut off in Triton's interpreter where it is rounded elsewhere, so that fp16 tells."""
-    model, exact = tiny_model("qwen3").half(), tiny_model("qwen3").double()
+    model, exact = (tiny_model("qwen3").to(DEVICE, dtype) for dtype in (torch.float16, torch.float64))
     kept = SHARED["attention_mask"] > 0
     with torch.no_grad():
         stock, expected = model(**SHARED).logits[kept], exact(**SHARED).logits[kept]
@@ -102,7 +97,7 @@ def test_half_precision_has_stocks_errors():
 
 def test_tokens_and_gradients_are_stocks():
     """And checkpointed layers, computed again, have the same bits."""
-    model = tiny_model("qwen3")
+    model = tiny_model("qwen3").to(DEVICE)
     stock = sampled(model)
     expected = gradients_of(model, stock)
     fd.enable(model, log_probs="invariant")
@@ -136,7 +131,7 @@ def test_waves_and_prefill_in_parts():
 def test_autocast_and_recorders():
     """fp32 weights, as TRL's trainers have them by default."""
     model, recorder = enabled(), fd.TokenLogProbs()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         output = sampled(model, logits_processor=[recorder])
         assert torch.equal(by_trainer(model, output).detach(), output.logprobs)
     assert torch.equal(recorder.of(output.sequences[:, WIDTH:]), output.logprobs)
@@ -153,7 +148,7 @@ def test_other_models_are_refused(name):
     [("qwen3", {"head_dim": 256}, "up to 128 elements"), ("gemma2", {}, "plain or windowed, with a soft cap")],
 )
 def test_attention_that_kernels_do_not_compute_raises(name, sizes, reason):
-    model = fd.enable(tiny_model(name, **sizes), log_probs="invariant")
+    model = fd.enable(tiny_model(name, **sizes).to(DEVICE), log_probs="invariant")
     with pytest.raises(ValueError, match=reason):
         model(**SHARED)
     with pytest.raises(ValueError, match=reason):
@@ -166,7 +161,7 @@ def test_encoders_and_devices_without_kernels_are_refused(monkeypatch):
         fd.enable(T5ForConditionalGeneration(T5Config(**sizes)), log_probs="invariant")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="kernels run on CUDA devices"):
-        enabled()
+        fd.enable(tiny_model("qwen3"), log_probs="invariant")
 
 
 @pytest.mark.parametrize(
