@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import setting
 from ..errors import Unsupported
+from .in_order import is_in_order
 from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
 from .overrides import (
     ATTENTION_NAME,
@@ -221,13 +222,18 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
+    attend = _attention_to(key)
     if autocast_dtype(query.device) is not None:
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
-            out = key.attend(query, scoring)
+            out = attend(query, scoring)
     else:
-        out = key.attend(query, scoring)
+        out = attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
+
+
+def _attention_to(keys: SharedKV) -> Callable[[Tensor, Scoring], Tensor]:
+    return keys.attend_in_order if is_in_order() else keys.attend
 
 
 def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool) -> None:

@@ -6,6 +6,7 @@ before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -236,6 +237,15 @@ class DecodeKV(SharedKV):
         out, lse = self._run_pytorch(query, scoring)
         return Partial(out.to(query.dtype), lse)
 
+    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
+        kv, order, (rows, _, queries, _) = self.append(), self.step.in_order, query.shape
+        runs = [*map(kv.node, order.names), kv.suffix]
+        out, _ = order.attend(query.transpose(1, 2).flatten(0, 1), runs, scoring)
+        if self._is_new("in order"):
+            self.layer.note(scoring)
+            self.layer.report("decode", f"{len(order.names)} node(s) and {rows} suffixes in a fixed order of sums")
+        return out.unflatten(0, (rows, queries))
+
     def append(self) -> ForestKV:
         """Write the new tokens and return all keys and values for PyTorch's operators; reordered rows are copied.
 
@@ -345,6 +355,12 @@ class PrefillKV(SharedKV):
         self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self._attended(query, scoring, self._attend)
+
+    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
+        return self._attended(query, scoring, self._attend_in_order)
+
+    def _attended(self, query: Tensor, scoring: Scoring, attend: Callable[[Tensor, Scoring, Pass], Tensor]) -> Tensor:
         self.layer.note(scoring)
         current = self.layer.state.current
         if current.padded is not None:
@@ -353,11 +369,21 @@ class PrefillKV(SharedKV):
         count, width = query.shape[0], query.shape[2]
         if positions is not None:
             query = packed(query, positions)
-        out = self._attend(query[0], scoring, current).transpose(0, 1)
+        out = attend(query[0], scoring, current).transpose(0, 1)
         if positions is None:
             return out.unsqueeze(0)
         spread = out.new_zeros(count * width, *out.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, positions, out).unflatten(0, (count, width))
+
+    def _attend_in_order(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
+        """As `_attend`."""
+        order, parts = current.in_order, [self.keys, self.values]
+        assert current.runs is not None
+        lengths = [run.length for run in current.runs.runs]
+        own = [Segment(*pair) for pair in zip(*(part.split(lengths, 1) for part in parts), strict=True)]
+        out, _ = order.attend(query.transpose(0, 1), [*map(self._stored, order.names), *own], scoring)
+        self.layer.report("prefill", "each node once, in a fixed order of sums")
+        return out.transpose(0, 1)
 
     def _attend(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
         """Attention of packed tokens ``[heads, tokens, head_dim]``, in the query's dtype."""

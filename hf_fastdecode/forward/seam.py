@@ -84,6 +84,8 @@ def _forward(
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
+            if state.options.invariant:
+                raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
             report.path, report.reason = "stock", str(error)
         with routing.running(structure):
             return original(*args, **kwargs)
@@ -108,7 +110,8 @@ def _shared(
     options, last = routing.kept(state.options, state.last_rows)
     state.last_rows = None
     most = _most_kept(options, decoder, given)
-    batch = routing.keyed(_checked_batch(decoder, structure, given, alone=most > 0 or last is not None))
+    alone = most > 0 or last is not None or options.invariant
+    batch = routing.keyed(_checked_batch(decoder, structure, given, alone=alone))
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -186,6 +189,10 @@ def _found(
     """The batch, without offsets of positions if it then shares more, and what its rows and earlier ones share."""
     kept = before.rows_and_seen if before is not None else ()
     find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
+    if options.invariant and batch.places_padding:
+        if not structure.kept("offsets", lambda: knows_distances_alone(decoder)):
+            raise Unsupported("positions count padding, as those of `generate` do not", "pass position_ids")
+        batch = batch.without_offsets
     trie = find(batch, kept=kept)
     if batch.counts_padding and structure.kept("offsets", lambda: knows_distances_alone(decoder)):
         moved = find(batch.without_offsets, kept=kept)
@@ -196,6 +203,8 @@ def _found(
 
 def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
     """Raise `Unsupported` if a pass saves too little, now or for later ones."""
+    if options.invariant:
+        return
     needed = options.fewest_saved
     if options.min_saved_tokens == "auto":
         needed = max(needed, int(_LEAST_SHARE * trie.given))

@@ -7,7 +7,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from .._compat import local_part, tensor_version
+from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
 from .interception.switches import WrappedMethods, Wrapper
@@ -73,6 +74,23 @@ class ModelState:
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
+
+    @contextmanager
+    def computing(self, model: PreTrainedModel) -> Iterator[None]:
+        """Context of a pass of the model's own method, in which a head computes as in steps."""
+        if not self.options.invariant:
+            yield
+            return
+        structure = self.structure_of(model)
+        try:
+            fused = structure.fused
+        except Unsupported as error:
+            raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
+        try:
+            with nullcontext() if fused is None else fused.installed():
+                yield
+        finally:
+            structure.release()
 
     def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float] | None]:
         """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""

@@ -29,7 +29,8 @@ from ..parallel.sequence import SequenceParallel
 from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
 from .forward_pass import input_device
-from .fused.modules import FusedModules, runs_kernels
+from .fused.invariant import InvariantModules
+from .fused.modules import FusedModules
 from .interception.segments import by_segments
 from .interception.switches import Overrides, find_overrides, replaced_calls
 from .options import Options
@@ -54,9 +55,10 @@ class Structure:
         division: Undivided = UNDIVIDED,
         peer_timeout: float = float("inf"),
         kept_gathering: KeptGathering | None = None,
+        fused: type[FusedModules] = FusedModules,
     ):
         self._model, self.known, self.division, self._peer_timeout = model, known, division, peer_timeout
-        self._kept_gathering = kept_gathering or KeptGathering()
+        self._kept_gathering, self._fused = kept_gathering or KeptGathering(), fused
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -119,14 +121,16 @@ class Structure:
 
     @cached_property
     def fused(self) -> FusedModules | None:
-        """Modules that run as kernels.
+        """Modules that run as kernels; None where they would not run.
 
-        None where they would not run, and where passes gather parameters: only a module that is called has its own.
+        Raises:
+            Unsupported: They must.
         """
-        if self.gathering is not None or not runs_kernels(self._model):
+        kind = self._fused
+        if kind.left_out(self._model, gathers=self.gathering is not None):
             return None
-        found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
-        return FusedModules(self._model, self.walk.modules, found)
+        found = self.kept(("fused", kind.__name__), lambda: kind(self._model, self.walk.modules).found)
+        return kind(self._model, self.walk.modules, found)
 
     @cached_property
     def overrides(self) -> Overrides:
@@ -159,7 +163,7 @@ class Structure:
 
     @property
     def fused_names(self) -> str:
-        return self.kept("fused names", lambda: str(self.fused or ""))
+        return self.kept(("fused names", self._fused.__name__), lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
         """The result of `answer`, asked once while the model is untouched; it must not refer to modules or tensors."""
@@ -238,9 +242,15 @@ class KeptStructure:
             division = UNDIVIDED
         elif (division := self._division).group is not group:
             division = self._division = SequenceParallel(group)
-        known, timeout = self._known, options.peer_timeout
+        others = (
+            division,
+            options.peer_timeout,
+            self.gathering,
+            InvariantModules if options.invariant else FusedModules,
+        )
+        known = self._known
         if known is not None and not known.watch.touched():
-            return Structure(model, known, division, timeout, self.gathering)
-        structure = Structure(model, None, division, timeout, self.gathering)
+            return Structure(model, known, *others)
+        structure = Structure(model, None, *others)
         structure.known = self._known = Known(structure)
         return structure

@@ -33,6 +33,7 @@ def test_launches_on_a_pretended_gpu() -> None:
     assert done.stdout.split() == [
         "experts",
         "forest_decode",
+        "invariant",
         "latent_queries",
         "pointwise",
         "prefill",

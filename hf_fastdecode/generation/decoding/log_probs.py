@@ -65,7 +65,7 @@ def adding_log_probs(
     """
     state = state_of(model)
     recorders = [one for one in processors if type(one) is TokenLogProbs]
-    if state is None or state.options.log_probs != "trainer":
+    if state is None or state.options.log_probs == "auto":
         return lambda output: output
     for one in (state, *(of_part for _, of_part in owned_by(state, model))):
         one.last_rows = None  # the steps may need their memory
@@ -76,9 +76,13 @@ def adding_log_probs(
         refusal = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
     if (refusal := refusal or reason_of(check_noise, model.modules())) is not None:
         raise ValueError(
-            f"log_probs='trainer' scores rows of text that are drawn token by token, and {refusal}, or enable the "
-            "model with log_probs='auto'"
+            f"log_probs={state.options.log_probs!r} is for rows of text that are drawn token by token, and {refusal}, "
+            "or enable the model with log_probs='auto'"
         )
+    if state.options.invariant:  # those of steps are a trainer's
+        if not recorders:
+            processors.append(TokenLogProbs())
+        return lambda output: output
     without = TokenLogProbs, LogitNormalization  # which change no probability
     others = LogitsProcessorList(one for one in processors if type(one) not in without)
     sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))

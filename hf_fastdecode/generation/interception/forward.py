@@ -38,9 +38,9 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
             )
         original = _recorded(model, cache, model_state.methods.original(model, "forward"))
         labels = kwargs.get("labels")
-        if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        with with_labels(labels):
+        with model_state.computing(model), with_labels(labels) if isinstance(labels, Tensor) else nullcontext():
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
