@@ -73,6 +73,9 @@ def generate(
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Tokens of calls before the timed ones, where all would take long.", min=2)
+    ] = None,
     check: Check = True,
     show: ListCases = False,
     out: CsvFile = Path("runs/generate.csv"),
@@ -125,7 +128,8 @@ def generate(
         from ..generate.measure import GenerateBench
         from ..generate.table import generate_tables
 
-    report(measured(cases, ways, GenerateBench(place, repeats=repeats, check=check), out), out, generate_tables)
+    bench = GenerateBench(place, repeats=repeats, check=check, warm_up=warm_up)
+    report(measured(cases, ways, bench, out), out, generate_tables)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
