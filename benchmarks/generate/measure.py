@@ -162,7 +162,7 @@ class GenerateBench(Bench):
             return {}
         prompts = given.arguments(model, case)["input_ids"]
         counts = experts_of_steps(model, prompts, drawn)
-        found: dict[str, Any] = {"experts": float(counts.double().mean()), "of_experts": mixtures[0].num_experts}
+        found: dict[str, Any] = {"experts": float(counts.double().mean()), "of_experts": len(mixtures[0].gate_up_proj)}
         return found | {"weights_floor_ms": 1e3 * read_bytes(model, counts) / self._copy_rate}
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:

@@ -37,3 +37,12 @@ def test_bytes_of_chosen_experts_and_all_other_weights(monkeypatch):
     expert = (2 * 64 * 128 + 128 * 64) * 4
     counts = torch.tensor([[16, 16], [4, 6]])
     assert read_bytes(model, counts) == whole - 11 * expert
+
+
+def test_rows_say_what_steps_read(bench, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny-moe", MOE | {"num_local_experts": 16, "num_experts_per_tok": 2})
+    monkeypatch.setattr(type(bench), "_copy_rate", 1e9)
+    row = bench.measure(GenerateCase("tiny-moe", 40, 9, 6, "float32"), "shared+min_saved_tokens=1")
+    assert row["of_experts"] == 16 and 2 < row["experts"] <= 16
+    model = load("tiny-moe", CPU, torch.float32)
+    assert 0 < row["weights_floor_ms"] * 1e6 <= sum(weight.nbytes for weight in model.parameters())
