@@ -8,7 +8,7 @@ from typing import Final
 from hf_fastdecode.measurement.rows import Measurement, by, markdown
 
 from .generate.cases import PromptTree
-from .generate.table import cases_of, timed, where_measured
+from .generate.table import cases_of, model_type_of, timed, where_measured
 from .page_tables import cell
 
 _LEAST_FACTOR: Final = 1.2  # of one run each; less cannot be told from noise
@@ -18,6 +18,17 @@ _VLLM_WAYS: Final = {
     "vllm-cascade": "with cascade",
     "shared": "`enable(model)`",
 }
+
+_FAMILIES: Final = {
+    "qwen3_5_text": "layers with states",
+    "nemotron_h": "layers with states",
+    "deepseek_v2": "latents, experts",
+    "qwen3_moe": "experts",
+    "gpt_oss": "experts, windows",
+    "qwen3_vl": "an image",
+    "gemma3": "an image, windows",
+}
+"""What a model has beside plain attention."""
 
 _ROLLOUT_WAYS: Final = {
     "stock": "stock `generate`",
@@ -78,6 +89,7 @@ def divided_rollouts_table(rows: Sequence[Measurement]) -> str:
         "gathered": "FSDP 2",
         "zero3": "ZeRO-3, `ds3_gather_for_generation=False`",
         "zero3-gathered": "ZeRO-3, TRL gathers",
+        "zero3-stock": "ZeRO-3, stock",
     }
     lines = []
     for row in rows:
@@ -94,7 +106,13 @@ def divided_rollouts_table(rows: Sequence[Measurement]) -> str:
 
 def grpo_steps_table(rows: Sequence[Measurement]) -> str:
     """Seconds of a whole training step with a rollout, and of its parts, a line for each way."""
-    ways = {"stock": "stock", "rollouts": "`fd.enable(model, share_forward=False)`", "enabled": "`fd.enable(model)`"}
+    ways = {
+        "stock": "stock",
+        "rollouts": "`fd.enable(model, share_forward=False)`",
+        "enabled": "`fd.enable(model)`",
+        "log-probs of steps": "the same, rollouts return log-probabilities of steps",
+        "log-probs of trainer": 'the same with `log_probs="trainer"`',
+    }
     lines = []
     for row in rows:
         seconds = [f"{float(row[name]):.2f} s" for name in ("step_s", "rollout_s", "logprobs_s", "update_s")]
@@ -144,3 +162,35 @@ def vllm_table(rows: Sequence[Measurement]) -> str:
     where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
     names = ["model", "prompts", "n", *_VLLM_WAYS.values(), "first token, vLLM → `enable(model)`"]
     return markdown(names, lines, f"{where}; a call (a step); empty: not measured; {timed(rows)}.")
+
+
+def family_of(row: Measurement) -> str:
+    """What a model has beside plain attention; empty where it has that alone."""
+    return _FAMILIES.get(str(model_type_of(row)), "")
+
+
+def beside_vllm(rows: Sequence[Measurement]) -> list[Measurement]:
+    """vLLM's and ours of the cases that both ran, in turn."""
+    pairs = ([ways.get(way, {}) for way in ("vllm", "shared")] for ways in cases_of(rows))
+    return [row for pair in pairs if all(one.get("status") == "ok" for one in pair) for row in pair]
+
+
+def families_table(rows: Sequence[Measurement]) -> str:
+    """A line for each case of `beside_vllm`: first token and whole call of both; ours is bold where it is behind."""
+    if not rows:
+        return "Not measured beside vLLM.\n"
+    lines = []
+    for theirs, ours in zip(rows[::2], rows[1::2], strict=True):
+        tree = PromptTree.of_row(ours["shape"])
+        prompts = 1 if tree is None else tree.problems
+        cells = [ours["shape"].partition(" ")[0], family_of(ours), f"{prompts} of {int(ours['context']):,}"]
+        cells += [str(int(ours["samples"]) // prompts), f"{int(ours['new_tokens']):,}"]
+        for name in ("prefill_s", "total_s"):
+            seconds = [float(row[name]) for row in (theirs, ours)]
+            shown = [f"{one:.2f}" if one >= 1 else f"{one:.3f}" for one in seconds]
+            cells.append(f"{shown[0]} → " + (f"**{shown[1]}**" if seconds[1] > seconds[0] else shown[1]))
+        lines.append(cells)
+    names = ["model", "it has", "prompts", "n", "new tokens", "first token, s", "whole call, s"]
+    engine = rows[0]["ran"].partition(",")[0]
+    note = f"{where_measured(rows[1:])}; {engine} → `enable(model)`, bold: behind; {timed(rows)}."
+    return markdown(names, lines, note)

@@ -9,13 +9,16 @@ from typing import Any, Final, NamedTuple
 from hf_fastdecode.measurement.figures import new_figure, plain_numbers, powers_of_two, save
 from hf_fastdecode.measurement.rows import Measurement, markdown
 
-from .generate.table import cases_of, stock_kv_bytes, timed, where_measured
+from .generate.table import cases_of, stock_kv_bytes, stored, timed, where_measured
 from .page_tables import cell
+from .programs_table import beside_vllm, family_of
 
 SHAPE: Final = "8b-gqa"
 CONTEXT: Final = 2048
 LARGEST: Final = (8192, 128)
 """The model, the context of the figure's lines, and the context and samples of its bars."""
+_TABLE: Final = ((2048, 1), (2048, 16), LARGEST)
+_SHOWN: Final = {"stock": "transformers", "vllm": "vLLM", "shared": "hf_fastdecode"}
 
 
 class Theme(NamedTuple):
@@ -47,22 +50,34 @@ def draw_readme_figures(rows: Sequence[Measurement], folder: Path) -> list[Path]
     ]
 
 
+def readme_rows(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Those of README's table: some calls of `SHAPE`, and of each other kind of model the first that vLLM ran too."""
+    own = _cases(rows)
+    chosen = [own[point] for point in _TABLE if point in own]
+    others = {family_of(row).partition(",")[0]: row for row in reversed(beside_vllm(rows)) if row["way"] == "shared"}
+    firsts = [row for family, row in others.items() if family]
+    chosen += [ways for ways in cases_of(rows) if ways.get("shared") in firsts]
+    return [row for ways in chosen for way, row in ways.items() if way in _SHOWN]
+
+
 def readme_table(rows: Sequence[Measurement]) -> str:
-    """A line for each case, by context and samples: whole calls, and KV caches at the end."""
-    ways_shown = {"stock": "transformers", "vllm": "vLLM", "shared": "hf_fastdecode"}
-    cases = sorted(_cases(rows).items())
+    """A line for each case of `readme_rows`: whole calls, and KV caches at the end."""
     lines = []
-    for (context, samples), ways in cases:
-        calls = [cell(ways.get(way), lambda row: f"{float(row['total_s']):.2f} s") for way in ways_shown]
-        stored = stock_kv_bytes(ways["stock"], ways["shared"]), float(ways["shared"]["kv_bytes"])
-        caches = " → ".join(f"{size / 2**30:.2f}" for size in stored)
-        lines.append([f"{context:,} tokens", str(samples), *calls, f"{caches} GiB"])
-    names = ["prompt", "n", *ways_shown.values(), "KV cache"]
-    shown = [ways[way] for _, ways in cases for way in ways_shown if way in ways]
-    ours, theirs = (next(row for row in shown if row["way"] == way) for way in ("shared", "vllm"))
+    for ways in cases_of(rows):
+        ours = ways["shared"]
+        behind = "vllm" in ways and float(ours["total_s"]) > float(ways["vllm"]["total_s"])
+        calls = [cell(ways.get(way), lambda row: f"{float(row['total_s']):.2f} s") for way in _SHOWN]
+        calls[-1] = f"**{calls[-1]}**" if behind else calls[-1]
+        model, _, _ = ours["shape"].partition(" ")
+        lines.append(
+            [model, f"{int(ours['context']):,} tokens", ours["samples"], *calls, stored(ways.get("stock"), ours)]
+        )
+    names = ["model", "prompt", "n", *_SHOWN.values(), "KV cache"]
+    ours, theirs = (next(row for row in rows if row["way"] == way) for way in ("shared", "vllm"))
     legend = "KV cache: transformers, computed where it ran out of memory → hf_fastdecode; empty: not measured"
-    where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {ours['new_tokens']} new tokens"
-    return markdown(names, lines, f"{where}; whole calls, {timed(shown)}; {legend}.")
+    new = " or ".join(sorted({row["new_tokens"] for row in rows}))
+    where = f"{where_measured([ours])}, {theirs['ran'].partition(',')[0]}, {new} new tokens"
+    return markdown(names, lines, f"{where}; whole calls, {timed(rows)}; {legend}; bold: behind vLLM.")
 
 
 def _cases(rows: Sequence[Measurement]) -> dict[tuple[int, int], dict[str, Measurement]]:

@@ -20,14 +20,16 @@ from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
 from .programs_table import (
     CLIENTS,
+    beside_vllm,
     clients_table,
     divided_rollouts_table,
+    families_table,
     grpo_steps_in_brief,
     grpo_steps_table,
     rollouts_table,
     vllm_table,
 )
-from .readme import draw_readme_figures, readme_table
+from .readme import draw_readme_figures, readme_rows, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
 from .workloads.tables import levels_page, questions_page, samples_page
@@ -85,6 +87,8 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "grpo steps in brief": grpo_steps_in_brief,
     "forward in brief": partial(forward_table, brief=True),
     "vllm": vllm_table,
+    "families": families_table,
+    "experts": generate.experts_table,
     "readme": readme_table,
     "predicted": predicted_table,
     "times": attention_times_table,
@@ -94,12 +98,18 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
 }
 """What a marker can ask for after the file's name."""
 
+_CHOSEN: dict[str | None, Callable[[list[Measurement]], list[Measurement]]] = {
+    "readme": readme_rows,
+    "families": beside_vllm,
+}
+"""The rows that a view shows, where not all."""
+
 
 def refreshed(text: str) -> str:
     """The text with every table between markers made anew from its CSV files, and the ages of their rows."""
 
     def made(place: re.Match[str]) -> str:
-        rows = _rows(place["file"])
+        rows = _CHOSEN.get(place["view"], list)(_rows(place["file"]))
         found = _VIEWS[place["view"]](rows).rstrip()
         *_, last = found.splitlines()
         return found + ("\n\n" if last.startswith("|") else " ") + ages(rows) + "\n"

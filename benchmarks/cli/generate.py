@@ -73,6 +73,9 @@ def generate(
     dtype: ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Tokens of calls before the timed ones, where all would take long.", min=2)
+    ] = None,
     check: Check = True,
     show: ListCases = False,
     out: CsvFile = Path("runs/generate.csv"),
@@ -87,9 +90,10 @@ def generate(
     Where `$HF_FASTDECODE_BACKEND` is set, it forces a backend, and stands in front of a row's command.
 
     `whisper-large-v3` is given a recording of 30 seconds, 1,500 tokens for its decoder, and begins a transcript with 4
-    tokens; `t5-3b` encodes as many tokens as the context has; `qwen3-vl-2b` is given an image of 1,024 tokens in a
-    text, both of which the context counts. A shape such as `8b-gqa:bnb-4bit` has quantized weights; a way is then
-    compared with stock's of the same weights.
+    tokens; `t5-3b` encodes as many tokens as the context has; `qwen3-vl-2b` and `gemma3-12b-image` are given an image
+    of 1,024 or 256 tokens in a text, both of which the context counts; each prompt of a tree has one of its own. A
+    shape such as `8b-gqa:bnb-4bit` has quantized weights; a way is then compared with stock's of the same weights. Of
+    mixtures, rows have how many experts a step reads.
 
     Examples:
 
@@ -125,7 +129,8 @@ def generate(
         from ..generate.measure import GenerateBench
         from ..generate.table import generate_tables
 
-    report(measured(cases, ways, GenerateBench(place, repeats=repeats, check=check), out), out, generate_tables)
+    bench = GenerateBench(place, repeats=repeats, check=check, warm_up=warm_up)
+    report(measured(cases, ways, bench, out), out, generate_tables)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from hf_fastdecode.errors import InputError
@@ -10,6 +11,7 @@ from hf_fastdecode.errors import InputError
 from .cases import GenerateCase
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -17,7 +19,6 @@ FIRST_ID: Final = 3
 """The least id of random prompts; those below are special in many vocabularies."""
 _BEGIN: Final = 4  # tokens of a transcript's beginning: start, language, task, no timestamps
 _BEFORE: Final = 16  # tokens of text before an image
-_MERGED: Final = 2  # patches along each side that become a token
 
 
 class TokenIds:
@@ -131,55 +132,88 @@ class Recording(_WithoutTrees):
 
 
 @dataclass(frozen=True)
-class OneImage(_WithoutTrees):
-    """An image of random values among random token ids, as Qwen-VL's processors give it; the context counts both."""
+class OneImage(TokenIds):
+    """An image of random values among random token ids, as Qwen-VL's processors give it; the context counts both.
 
-    side: int  # patches along each side; four of them are a token of the prompt
+    Prompts of a tree have an image each, behind what all share.
+    """
+
+    tokens: int  # of an image
     returns_cache: ClassVar = False  # tokens alone do not say what it is of
 
-    @property
-    def tokens(self) -> int:
-        return (self.side // _MERGED) ** 2
-
     def check(self, case: GenerateCase) -> None:
-        """Refuse trees, and contexts in which the image has no place between texts."""
-        super().check(case)
+        """Refuse contexts in which the image has no place between texts, and trees that share more than its text."""
         least = _BEFORE + 1 + self.tokens + 2
         if case.context < least:
             raise InputError(
                 f"`point={case.context}x{case.samples}`: the image of {case.shape} takes {self.tokens} tokens; ask "
                 f"for a context of {least} or more"
             )
+        if case.tree is not None and case.tree.shared > _BEFORE:
+            raise InputError(
+                f"`tree={case.tree}`: prompts of {case.shape} have images of their own after {_BEFORE} tokens; share "
+                "at most these"
+            )
 
     def arguments(self, model: PreTrainedModel, case: GenerateCase) -> dict[str, Any]:
-        """Ids ``[1, context]`` and a mask of ones, which of them stand for the image, its patches and their grid."""
+        """Ids ``[prompts, context]`` and a mask of ones, which of them stand for images, and these."""
         import torch
 
         config: Any = model.config
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(FIRST_ID, config.vision_start_token_id, (1, case.context), generator=generator)
+        before, image, after = self._special(config)
+        ids = super().arguments(model, case)["input_ids"] % (min(before, image, after) - FIRST_ID) + FIRST_ID
         end = _BEFORE + 1 + self.tokens
-        ids[:, _BEFORE], ids[:, end] = config.vision_start_token_id, config.vision_end_token_id
-        ids[:, _BEFORE + 1 : end] = config.image_token_id
-        vision = config.vision_config
-        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        patches = torch.randn(self.side**2, numbers, generator=generator).to(model.device, model.dtype)
-        grid = torch.tensor([[1, self.side, self.side]], device=model.device)
-        return {**_of_ids(ids.to(model.device), config), "pixel_values": patches, "image_grid_thw": grid}
+        ids[:, _BEFORE], ids[:, end], ids[:, _BEFORE + 1 : end] = before, after, image
+        generator = torch.Generator().manual_seed(0)
+        images = {
+            name: value.to(model.device, model.dtype if value.is_floating_point() else None)
+            for name, value in self._images(config, case.prompts, generator).items()
+        }
+        return {**self._of_ids(ids, config), **images}
 
     def logits(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> Tensor:
         given = self.arguments(model, case)
         ids = _followed(given["input_ids"], drawn)
-        found: Tensor = model(**_for_rows(given, len(drawn)) | _of_ids(ids, model.config)).logits
+        found: Tensor = model(**_for_rows(given, len(drawn)) | self._of_ids(ids, model.config)).logits
         return found[:, case.context - 1 :]
 
+    def _special(self, config: Any) -> tuple[int, int, int]:
+        """Ids of tokens: before an image, in its place, and behind it."""
+        return config.vision_start_token_id, config.image_token_id, config.vision_end_token_id
 
-def _of_ids(ids: Tensor, config: Any) -> dict[str, Tensor]:
-    return {
-        "input_ids": ids,
-        "attention_mask": ids.new_ones(ids.shape),
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-    }
+    def _images(self, config: Any, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Patches of all images and their grids; four patches are a token."""
+        import torch
+
+        vision = config.vision_config
+        side = isqrt(self.tokens) * vision.spatial_merge_size
+        numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        patches = torch.randn(count * side**2, numbers, generator=generator)
+        return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, side, side]]).repeat(count, 1)}
+
+    def _of_ids(self, ids: Tensor, config: Any) -> dict[str, Tensor]:
+        """The ids, with a mask, and which of them stand for images."""
+        marked = (ids == self._special(config)[1]).int()
+        return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), self._marks: marked}
+
+    _marks: ClassVar = "mm_token_type_ids"
+
+
+@dataclass(frozen=True)
+class GemmaImage(OneImage):
+    """The same as Gemma 3's processors give it, whose images are all of one size."""
+
+    _marks: ClassVar = "token_type_ids"
+
+    def _special(self, config: Any) -> tuple[int, int, int]:
+        return config.boi_token_index, config.image_token_index, config.eoi_token_index
+
+    def _images(self, config: Any, count: int, generator: torch.Generator) -> dict[str, Tensor]:
+        import torch
+
+        vision = config.vision_config
+        sizes = vision.num_channels, vision.image_size, vision.image_size
+        return {"pixel_values": torch.randn(count, *sizes, generator=generator)}
 
 
 def _followed(prompt: Tensor, drawn: Tensor) -> Tensor:

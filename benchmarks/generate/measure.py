@@ -30,6 +30,8 @@ from ..latest import Latest
 from ..operator_time import measure_ceilings
 from .calls import caller, check_way, compilations, floor_kv_bytes, kv_bytes_per_token, load, small_case
 from .cases import CompletionCase, GenerateCase
+from .experts import experts_of_steps, mixtures_of, read_bytes
+from .inputs import TokenIds
 from .shapes import given_of
 from .ways import GenerateWay, find_way, using
 
@@ -41,6 +43,11 @@ class Bench:
         self.device, self.check = device, check
         self._model: Latest[PreTrainedModel] = Latest()
         self._checked: dict[tuple[str, str, GenerateCase], str | None] = {}
+
+    @cached_property
+    def _copy_rate(self) -> float:
+        """Bytes a second, measured in the same run."""
+        return measure_ceilings(self.device).bytes_per_s
 
     def model(self, case: GenerateCase, way: GenerateWay) -> PreTrainedModel:
         dtype: torch.dtype = getattr(torch, case.dtype)
@@ -62,12 +69,20 @@ class GenerateBench(Bench):
     """Measures whole calls.
 
     Each call is timed `repeats` times at most, and not again after `budget_s` seconds. If a way's first call takes
-    longer than that, it runs no more often than its times need.
+    longer than that, it runs no more often than its times need. Calls that warm up draw `warm_up` tokens at most.
     """
 
-    def __init__(self, device: torch.device, *, repeats: int = 3, check: bool = True, budget_s: float = 20.0):
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        repeats: int = 3,
+        check: bool = True,
+        budget_s: float = 20.0,
+        warm_up: int | None = None,
+    ):
         super().__init__(device, check=check)
-        self.repeats, self.budget_s = repeats, budget_s
+        self.repeats, self.budget_s, self.warm_up = repeats, budget_s, warm_up
         self._single_prefills: dict[tuple[str, str, str | None, int], float] = {}
 
     def measure(self, case: GenerateCase, way_name: str) -> dict[str, Any]:
@@ -82,7 +97,9 @@ class GenerateBench(Bench):
         end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens, and an encoder's, once and every
         sample's, as keys and values. ``peak_bytes``: most memory over the weights since the way was turned on, on
         CUDA. ``embedded_tokens``: tokens that the decoder's embedding saw in a call, where a hook can count them.
-        ``ran``: what our report says ran. Times are medians.
+        ``ran``: what our report says ran. ``experts``: of ours over mixtures, how many of a layer's the rows of a step
+        choose, the mean of layers and steps, and ``of_experts``, how many it has; ``weights_floor_ms``: what reading
+        the chosen ones and all other weights once takes at the rate of a copy. Times are medians.
         """
         way = find_way(way_name)
         mode = (way.enable or {}).get("mode")
@@ -96,7 +113,8 @@ class GenerateBench(Bench):
 
     def _measured(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> dict[str, Any]:
         call, most = caller(model, case, way), case.new_tokens
-        compare = self.check and case.dtype == "float32" and way.exact and way.enable is not None
+        few = min(most, self.warm_up or most)
+        compare = few == most and self.check and case.dtype == "float32" and way.exact and way.enable is not None
         stock = None
         if compare:
             with timed.seeded(self.device):
@@ -106,7 +124,7 @@ class GenerateBench(Bench):
         with using(model, way):
             first: list[Tensor] = []
             with timed.seeded(self.device), compilations() as compiled:
-                first_call = timed.wall_seconds(lambda: first.append(call(most)), self.device)
+                first_call = timed.wall_seconds(lambda: first.append(call(few)), self.device)
             captures = None if (report := fd.explain(model).last_call) is None else report.captures
             if stock is not None and not torch.equal(stock, first[0]):
                 return {"status": "wrong: other tokens than stock in this very case"}
@@ -114,7 +132,7 @@ class GenerateBench(Bench):
             if not slow:
                 call(1)
             if not (slow or way.hooks):
-                call(most)  # compilers record in the second call
+                call(few)  # compilers record in the second call
             prefills, decodes, whole = timed.prefill_and_decode(
                 model, call, most, repeats=self.repeats, budget_s=self.budget_s
             )
@@ -122,7 +140,7 @@ class GenerateBench(Bench):
             last = None if way.enable is None else fd.explain(model).last_call
             parts = last is not None and last.rows_at_once > 0  # of which no call returns its cache
             ran = None if way.enable is None else timed.what_ran(model)
-            memory = {} if parts else self._memory(model, case, way, call, last, slow=slow)
+            memory = {} if parts else self._memory(model, case, way, call, last, slow=slow or few < most)
         memory["peak_bytes"] = peak
         drawn = sum(case.lengths()) - case.samples
         result = timed.step_columns(decodes, most - 1, drawn) | {
@@ -139,7 +157,19 @@ class GenerateBench(Bench):
             "prefill_s": timed.percentiles(prefills).p50,
             "single_prefill_s": self._single_prefill(model, case, way),
         }
+        if way.enable is not None:
+            memory |= self._experts(model, case, first[0][:, -few:])
         return result | {"total_s": timed.percentiles(whole).p50} | memory
+
+    def _experts(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> dict[str, Any]:
+        """The columns about experts of a call that drew these tokens, ``[rows, tokens]``."""
+        given = given_of(case.shape)
+        if not (mixtures := mixtures_of(model)) or type(given) is not TokenIds or case.finish:
+            return {}
+        prompts = given.arguments(model, case)["input_ids"]
+        counts = experts_of_steps(model, prompts, drawn)
+        found: dict[str, Any] = {"experts": float(counts.double().mean()), "of_experts": len(mixtures[0].gate_up_proj)}
+        return found | {"weights_floor_ms": 1e3 * read_bytes(model, counts) / self._copy_rate}
 
     def _single_prefill(self, model: PreTrainedModel, case: GenerateCase, way: GenerateWay) -> float:
         key = case.shape, case.dtype, way.slim, case.context
@@ -185,6 +215,7 @@ _COLUMNS = (
     *("status", "prefill_s", "single_prefill_s", "ms_per_step", "ms_per_step_p20", "ms_per_step_p80", "total_s"),
     *("kv_bytes", "floor_kv_bytes", "peak_bytes", "embedded_tokens"),
     *("first_call_s", "first_compiled", "first_compile_s", "first_captures", "tokens_per_s", "steps", "ran"),
+    *("experts", "of_experts", "weights_floor_ms"),
 )
 
 
@@ -224,10 +255,6 @@ class CompletionBench(Bench):
             return result | {"status": f"not run: cut short after {self.budget_s:g} s"}
         floor_s = case.kv_tokens() * bytes_per_token / self._copy_rate
         return result | {"ms_per_step": times[case.span], "kv_floor_ms": 1e3 * floor_s}
-
-    @cached_property
-    def _copy_rate(self) -> float:
-        return measure_ceilings(self.device).bytes_per_s
 
     def _timed_call(self, case: CompletionCase, way: GenerateWay) -> dict[str, Any]:
         model = self.model(case.call, way)

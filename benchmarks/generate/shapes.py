@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from .inputs import EncodedText, OneImage, Recording, TokenIds
+from .inputs import EncodedText, GemmaImage, OneImage, Recording, TokenIds
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,14 @@ def _qwen3_vl(text: Sequence[int], sections: list[int], vision: Sequence[Any], *
     return {"text_config": text_config, "vision_config": seen, "tie_word_embeddings": True, **more}
 
 
+def _gemma3(text: Sequence[int], vision: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
+    """The fields of a Gemma 3, by those of its two parts and the tokens of an image."""
+    names = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size"
+    own = dict(zip((*_TEXT, *_HEADS, "sliding_window"), text, strict=True)) | {"max_position_embeddings": 131072}
+    seen = dict(zip(names, vision, strict=True)) | {"vision_use_head": False}
+    return {"text_config": own, "vision_config": seen, "mm_tokens_per_image": tokens, **more}
+
+
 _SPEECH, _SEQUENCES, _IMAGES = "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForImageTextToText"
 
 INPUT_SHAPES: Final[dict[str, InputShape]] = {
@@ -135,9 +143,16 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
     "qwen3-vl-2b": InputShape(
         *("qwen3_vl", _IMAGES),
         _qwen3_vl((151936, 2048, 6144, 28, 16, 8, 128), [24, 20, 20], (24, 1024, 4096, 16, [5, 11, 17])),
-        given=OneImage(64),
+        given=OneImage(1024),
         context=1126,
         small="tiny-qwen3-vl",
+    ),
+    "gemma3-12b-image": InputShape(
+        *("gemma3", _IMAGES),
+        _gemma3((262208, 3840, 15360, 48, 16, 8, 256, 1024), (1152, 4304, 27, 16, 896, 14), 256),
+        given=GemmaImage(256),
+        context=358,
+        small="tiny-gemma3-image",
     ),
     "tiny-whisper": InputShape(
         *("whisper", _SPEECH, _whisper(512, 128, 2, 2, 16, 200, 480, max_target_positions=64)),
@@ -162,10 +177,23 @@ INPUT_SHAPES: Final[dict[str, InputShape]] = {
             (2, 64, 128, 2, [0]),
             **{"vision_start_token_id": 508, "vision_end_token_id": 509, "image_token_id": 510, "video_token_id": 511},
         ),
-        given=OneImage(8),
+        given=OneImage(16),
         context=120,
         small="tiny-qwen3-vl",
         settings={"suppress_tokens": [508, 509, 510, 511]},  # which would be drawn of so few, and stand for no image
+    ),
+    "tiny-gemma3-image": InputShape(
+        *("gemma3", _IMAGES),
+        _gemma3(
+            (512, 128, 256, 2, 4, 2, 32, 48),
+            (64, 128, 2, 2, 32, 4),
+            16,
+            **{"boi_token_index": 509, "eoi_token_index": 510, "image_token_index": 511},
+        ),
+        given=GemmaImage(16),
+        context=120,
+        small="tiny-gemma3-image",
+        settings={"suppress_tokens": [509, 510, 511]},
     ),
 }
 

@@ -161,7 +161,7 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
         cells = [shared["shape"], *_point(shared), *(_change(stock, shared, *one) for one in times)]
         gains = stock is not None and stock["status"] == "ok"
         cells.append(f"{float(stock['total_s']) / float(shared['total_s']):.1f}x" if stock and gains else "")
-        cells.append(_stored(stock, shared))
+        cells.append(stored(stock, shared))
         lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
     names = ["model", "context", "n", "time to first token", "a step", "whole call", "speed-up", "KV cache"]
     names += ["vLLM: first token; a step; whole call"] if vllm else []
@@ -213,6 +213,18 @@ def steps_apart_table(rows: Sequence[Measurement]) -> str:
     return markdown(["model", "context", "n", "mode", "a step", "without attention", "attention", "of a layer"], lines)
 
 
+def experts_table(rows: Sequence[Measurement]) -> str:
+    """Experts of a layer that the rows of a step choose, and a step beside reading these and other weights once."""
+    lines = []
+    for row in (row for row in rows if row.get("experts")):
+        counted = f"{float(row['experts']):.1f} of {row['of_experts']}"
+        step, floor = (float(row[name] or 0) for name in ("ms_per_step", "weights_floor_ms"))
+        cells = [row["shape"], *_point(row), row["way"], counted, f"{step:.2f} ms"]
+        lines.append([*cells, *([f"{floor:.2f} ms", f"{step / floor:.2f}x"] if floor else ["", ""])])
+    names = ["model", "context", "n", "way", "experts of a layer", "a step", "reading weights", "over it"]
+    return markdown(names, lines, f"{where_measured(rows)}; means over layers and steps, steps: medians.")
+
+
 def completions_table(rows: Sequence[Measurement]) -> str:
     """Milliseconds of a step in each way, a line for each span, beside what reading the keys and values takes."""
     ways = list(dict.fromkeys(row["way"] for row in rows))
@@ -260,19 +272,19 @@ def stock_kv_bytes(stock: Measurement, shared: Measurement) -> float:
     return samples * (context + new - 1) * per_token
 
 
-def _stored(stock: Measurement | None, shared: Measurement) -> str:
+def stored(stock: Measurement | None, shared: Measurement) -> str:
     """GiB of caches at the end; stock's is not computed for layers that store other than all keys and values."""
     if not shared.get("kv_bytes"):
         return ""
     after = f"{float(shared['kv_bytes']) / 2**30:.2f} GiB"
     if stock is None:
         return after
-    if stock["status"] != "ok" and _model_type(stock) not in (*_STORE_ALL, None):
+    if stock["status"] != "ok" and model_type_of(stock) not in (*_STORE_ALL, None):
         return f"{stock['status']} → {after}"
     return f"{stock_kv_bytes(stock, shared) / 2**30:.2f} → {after}"
 
 
-def _model_type(row: Measurement) -> str | None:
+def model_type_of(row: Measurement) -> str | None:
     shape, _ = split_shape(row["shape"].partition(TREE)[0])
     if shape in INPUT_SHAPES:
         return INPUT_SHAPES[shape].model_type

@@ -69,13 +69,13 @@ def wall_samples(
     """Seconds of a call, measured `repeats` times at most, and not again when that has taken `budget_s`.
 
     Where `warming` says that the last call was a warm-up after all, what was measured does not count, at most four
-    times.
+    times, and unless it took `budget_s`.
     """
     samples: list[float] = []
     forgiven = 4
     while len(samples) < repeats and sum(samples) < budget_s:
         samples.append(wall_seconds(call, device))
-        if forgiven and warming():
+        if forgiven and samples[-1] < budget_s and warming():
             samples, forgiven = [], forgiven - 1
     return samples
 

@@ -87,6 +87,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         topk_group=1,
         first_k_dense_replace=1,
     ),
+    "qwen3-30b-a3b": _shape(
+        *(151936, 2048, 6144, 48, 32, 4),
+        model_type="qwen3_moe",
+        head_dim=128,
+        norm_topk_prob=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
     "tiny": _shape(512, 128, 256, 2, 4, 2),
     "tiny-mha": _shape(512, 128, 256, 2, 4, 4),
     "tiny-experts": _shape(512, 128, 256, 2, 4, 2, model_type="gpt_oss", head_dim=32, num_local_experts=4),

@@ -152,6 +152,36 @@ def test_table_of_rows_that_finish():
     assert generate.finish_table(whole) == ""
 
 
+def test_table_of_families():
+    """Cases that both ran, by their kind; what took longer is bold, and the rest is left out."""
+    made = {"context": "512", "samples": "128", "new_tokens": "65", "total_s": "0.5", "ran": "vLLM 0, V2"}
+    rows = []
+    for shape, way, first in (
+        ("qwen3.5-4b tree 1+16x511x8", "vllm", "0.2"),
+        ("qwen3.5-4b tree 1+16x511x8", "shared", "0.25"),
+        ("8b-gqa", "vllm", "1.5"),
+        ("deepseek-v2-lite", "shared", "1.5"),
+    ):
+        rows.append(SOME | made | {"shape": shape, "way": way, "prefill_s": first})
+    both = programs_table.beside_vllm(rows)
+    assert both == rows[:2]
+    _, _, *lines, _, note = programs_table.families_table(both).splitlines()
+    what = "| qwen3.5-4b | layers with states | 16 of 512 | 8 | 65 | 0.200 → **0.250** | 0.500 → 0.500 |"
+    assert lines == [what] and note.startswith("H200, bfloat16, torch 1, transformers 2; vLLM 0 → `enable(model)`")
+    refused = rows[1] | {"status": "out of memory", "total_s": ""}
+    for pair in (rows[:1], [rows[0], refused]):
+        assert programs_table.families_table(programs_table.beside_vllm(pair)) == "Not measured beside vLLM.\n"
+
+
+def test_table_of_experts():
+    row = SOME | {"shape": "qwen3-30b-a3b", "context": "2048", "samples": "16", "way": "shared", "ms_per_step": "5"}
+    counted = row | {"experts": "70.25", "of_experts": "128", "weights_floor_ms": "4"}
+    line = "| qwen3-30b-a3b | 2,048 | 16 | shared | 70.2 of 128 | 5.00 ms | 4.00 ms | 1.25x |"
+    theirs = "| qwen3-30b-a3b | 2,048 | 16 | vllm | 70.2 of 128 | 5.00 ms |  |  |"
+    rows = [row | {"experts": ""}, counted, counted | {"way": "vllm", "weights_floor_ms": ""}]
+    assert generate.experts_table(rows).splitlines()[2:4] == [line, theirs]
+
+
 def test_table_of_grpo_steps():
     stock = {"program": "TRL GRPO step", "trl": "1", "model": "x", "rows": "64", "new_tokens": "256", "device": "H"}
     stock |= {"prompt_tokens": "1182", "torch": "1", "transformers": "2", "way": "stock", "ran": ""}

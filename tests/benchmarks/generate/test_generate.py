@@ -104,6 +104,20 @@ def test_slow_calls_run_as_often_as_their_times_need(monkeypatch):
     assert ran == [8, 1, 8, 1, 1]  # first, to the first token, whole; of one sample
 
 
+def test_calls_that_warm_up_may_be_short(monkeypatch):
+    """The timed call alone draws all tokens, after the shorter first one and one of one token."""
+    asked, bench = [], GenerateBench(CPU, repeats=1, check=False, warm_up=3)
+    real = generate.caller
+
+    def counting(*args, **kwargs):
+        call = real(*args, **kwargs)
+        return lambda tokens, **more: asked.append(tokens) or call(tokens, **more)
+
+    monkeypatch.setattr(generate, "caller", counting)
+    assert bench.measure(CASE, "shared")["status"] == "ok"
+    assert asked.count(CASE.new_tokens) == 1 and asked[0] == 3
+
+
 def test_the_check_is_of_attention_whoever_draws():
     assert check_way(find_way("eager+sampler=fast"), CPU, torch.float32) is None
 
@@ -195,6 +209,7 @@ def test_models(tmp_path, model):
 BILLIONS = {
     **{"7b-mha": 6.7, "7b-gqa": 7.2, "8b-gqa": 8.0, "8b-mqa": 7.8, "13b-mha": 13.0, "1b-gqa": 1.2, "qwen3-4b": 4.0},
     **{"mistral-7b": 7.2, "gemma2-9b": 9.2, "gemma3-12b": 11.8, "gpt-oss-20b": 20.9, "deepseek-v2-lite": 15.7},
+    "qwen3-30b-a3b": 30.5,
     **{"qwen3.5-4b": 4.2, "nemotron-h-8b": 8.1, "falcon-7b": 6.9},
     **{"tiny": 0.0, "tiny-mha": 0.0, "tiny-experts": 0.0, "tiny-8-heads": 0.0},
 }

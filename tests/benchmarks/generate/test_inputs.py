@@ -18,7 +18,7 @@ CASES = {
     for shape, one in INPUT_SHAPES.items()
     if shape == one.small
 }
-OF_DECODERS = {"tiny-whisper": 4, "tiny-t5": 1, "tiny-qwen3-vl": 120}
+OF_DECODERS = {"tiny-whisper": 4, "tiny-t5": 1, "tiny-qwen3-vl": 120, "tiny-gemma3-image": 120}
 """Tokens of prompts."""
 PER_TOKEN = 2 * 2 * 128 * 4  # of encoder-decoders: K and V, layers, width, bytes
 
@@ -89,7 +89,7 @@ def test_a_small_shape_is_of_the_same_kind():
         assert small.small == one.small
 
 
-BILLIONS = {"whisper-large-v3": 1.5, "t5-3b": 2.9, "qwen3-vl-2b": 2.1}
+BILLIONS = {"whisper-large-v3": 1.5, "t5-3b": 2.9, "qwen3-vl-2b": 2.1, "gemma3-12b-image": 12.2}
 
 
 def test_sizes_of_shapes():
@@ -107,7 +107,20 @@ def test_whisper_makes_one_call_of_its_recording():
     assert tokens.max() < model.generation_config.no_timestamps_token_id
 
 
-def test_trees_are_of_token_ids():
-    for shape, one in INPUT_SHAPES.items():
+def test_trees_are_not_for_encoders():
+    for shape in ("whisper-large-v3", "t5-3b"):
         with pytest.raises(InputError, match=f"`tree` is of token ids alone, {shape} is given more; name a `point`"):
-            one.given.check(PromptTree(8, 2, 8, 2).case(shape, 8))
+            given_of(shape).check(PromptTree(8, 2, 8, 2).case(shape, 8))
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen3-vl", "tiny-gemma3-image"])
+def test_prompts_of_a_tree_have_images_of_their_own(bench, shape):
+    case = PromptTree(1, 3, 119, 2).case(shape, 4, "float32")
+    stock, shared = (bench.measure(case, way) for way in ("stock", "shared+min_saved_tokens=1"))
+    assert stock["status"] == shared["status"] == "ok"
+    assert stock["embedded_tokens"] == 6 * 123 > 2 * (shared["embedded_tokens"] - 3 * 120)
+    assert shared["embedded_tokens"] >= 3 * 120  # with other images nothing else is shared
+    pixels = given_of(shape).arguments(load(shape, CPU, torch.float32), case)["pixel_values"].chunk(3)
+    assert not any(torch.equal(pixels[0], other) for other in pixels[1:])
+    with pytest.raises(InputError, match="have images of their own after 16 tokens; share at most these"):
+        given_of(shape).check(PromptTree(17, 3, 103, 2).case(shape, 4))
