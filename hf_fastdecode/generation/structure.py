@@ -31,7 +31,7 @@ from ..parallel.watchdog import watchdog_of
 from .forward_pass import input_device
 from .fused.modules import FusedModules, runs_kernels
 from .interception.segments import by_segments
-from .interception.switches import Overrides, find_overrides, replaced_calls
+from .interception.switches import Overrides, find_overrides, linear_of_torch, replaced_calls
 from .options import Options
 from .snapshot import ModelWalk, ModelWatch, modules_of
 
@@ -194,6 +194,7 @@ class Structure:
         """
         with ExitStack() as stack:
             stack.enter_context(active(self.configs, lengths))
+            stack.enter_context(linear_of_torch())
             if self.overrides.found:
                 stack.enter_context(self.overrides.installed())
             if self.fused is not None:

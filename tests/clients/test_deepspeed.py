@@ -31,6 +31,7 @@ from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.interception.switches import linear_of_torch
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.steps.graph_capture import FusedProjections
@@ -121,7 +122,7 @@ else:
 ONE = """
 expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
 engine = engine_of(3, stage3_param_persistence_threshold=0)
-model, replaced = engine.module, torch.nn.functional.linear
+model, replaced, linear = engine.module, torch.nn.functional.linear, lambda: torch.nn.functional.linear
 
 def baked_in(context):
     # What captured steps rely on, in a call
@@ -138,12 +139,22 @@ with fd.enabled(model, min_saved_tokens=1):
         step(engine)
         assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
     rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
-    with state_of(model).gathered(model), torch.no_grad():  # kernels run as in a model that DeepSpeed does not know
-        assert str(FusedModules(model)) == str(FusedModules(tiny_model())) != ""
-        projections = FusedProjections(model)
-        with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
-            model(input_ids=IDS)
-        assert products.call_count == 2 * 4 + 1, products.call_count
+    with fd.enabled(alone := tiny_model(), min_saved_tokens=1):  # of which DeepSpeed knows nothing
+        for one in (model, alone):  # kernels run
+            with state_of(one).gathered(one), torch.no_grad(), linear_of_torch():
+                assert str(FusedModules(one)) == str(FusedModules(tiny_model())) != ""
+                projections = FusedProjections(one)
+                with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
+                    one(input_ids=IDS)
+                assert products.call_count == 2 * 4 + 1, products.call_count
+            silu, called = torch.nn.functional.silu, set()
+            seeing = mock.patch.object(torch.nn.functional, "silu", lambda *given: called.add(linear()) or silu(*given))
+            with seeing:
+                draw(one, RANK, IDS, **SAMPLES)
+            assert fd.explain(one).last_call.path == "shared"
+            assert called and replaced not in called, called
+        with linear_of_torch():
+            assert alone(input_ids=IDS).logits.grad_fn is not None
 assert torch.nn.functional.linear is replaced is not torch._C._nn.linear
 """
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ..._compat import without_gradients, zero_init_of
+from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from ...instance_methods import Change, Switch
 from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
 
 if TYPE_CHECKING:
@@ -29,9 +26,6 @@ class Zero3(Gathering):
     So are all of them where a user has gathered them, as TRL does for each rollout, on a GPU with room for both:
     captured steps need them where they were, and take longer than a copy to make. The hook that TRL leaves then is
     taken off too: it communicates in passes, of which each process has its own number.
-
-    DeepSpeed replaces `F.linear` in all of the process by a function with a backward pass of its own, which passes
-    without gradients do without for the time of a call: they could not run projections together.
     """
 
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
@@ -92,12 +86,6 @@ class Zero3(Gathering):
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        linear = without_gradients(_linear.otherwise(functional, "linear"))  # not around that of another thread's call
-        with super().gathered(), _linear.on([Change(functional, "linear", linear)]):
-            yield
-
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
             for hooks, key in _hooks(module):
@@ -105,8 +93,6 @@ class Zero3(Gathering):
 
 
 _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
-
-_linear = Switch(replaces=True)
 
 
 def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
