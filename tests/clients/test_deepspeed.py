@@ -148,8 +148,7 @@ with fd.enabled(model, min_saved_tokens=1):
                     one(input_ids=IDS)
                 assert products.call_count == 2 * 4 + 1, products.call_count
             silu, called = torch.nn.functional.silu, set()
-            seeing = mock.patch.object(torch.nn.functional, "silu", lambda *given: called.add(linear()) or silu(*given))
-            with seeing:
+            with mock.patch.object(torch.nn.functional, "silu", lambda *a: called.add(linear()) or silu(*a)):
                 draw(one, RANK, IDS, **SAMPLES)
             assert fd.explain(one).last_call.path == "shared"
             assert called and replaced not in called, called

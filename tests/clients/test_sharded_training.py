@@ -1,6 +1,7 @@
 """TRL's trainers whose processes divide a model: completions, losses and weights of an enabled one are stock's.
 
-Each process has prompts of its own, whose samples end at other steps.
+Each process has prompts of its own, whose samples end at other steps. Each pair of a launch, a trainer, a model and
+LoRA or all weights is in some case.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from ..fresh_processes import run_fresh
 CODE = """
 import sys
 sys.path += sys.argv[1:]
-from tests.clients.sharded_training import Case, compare, rank_dies, reward_fails, run
+from tests.clients.sharded_training import Case, captures_follow, compare, rank_dies, reward_fails, run
 
 run([{cases}])
 """
+DEEPSPEED = str(Path(sys.prefix, "deepspeed"))
 FAILURES = "(reward_fails, Case({0!r}), [1, 1]), (rank_dies, Case({0!r}), [1, -9])"
 
 
-def run_cases(cases: str, *folders: str) -> None:
-    done = run_fresh(CODE.format(cases=cases), *folders, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+def run_cases(cases: str, *folders: str, **environment: str) -> None:
+    done = run_fresh(CODE.format(cases=cases), *folders, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", **environment)
     assert done.returncode == 0, done.stderr[-8000:]
 
 
@@ -30,9 +32,16 @@ def test_training_under_fsdp_is_that_of_stock():
         (compare, Case("ddp"), [0, 0]),
         (compare, Case("fsdp2"), [0, 0]),
         (compare, Case("fsdp2", "rloo", "gpt_oss", lora=True), [0, 0]),
+        (compare, Case("fsdp2", "rloo", "qwen3_5", lora=True), [0, 0]),
         (compare, Case("fsdp2-offload", model="qwen3_5"), [0, 0]),
+        (compare, Case("fsdp2-offload", "rloo", lora=True), [0, 0]),
+        (compare, Case("fsdp2-offload", model="gpt_oss"), [0, 0]),
         (compare, Case("fsdp1"), [0, 0]),
     """)
+
+
+def test_training_in_four_processes_is_that_of_stock():
+    run_cases("""(compare, Case("fsdp2", processes=4), [0] * 4)""")
 
 
 def test_training_under_zero_is_that_of_stock():
@@ -40,14 +49,28 @@ def test_training_under_zero_is_that_of_stock():
         """
         (compare, Case("zero2"), [0, 0]),
         (compare, Case("zero3", "rloo"), [0, 0]),
+        (compare, Case("zero3", model="gpt_oss"), [0, 0]),
+        (compare, Case("zero3", model="qwen3_5", lora=True), [0, 0]),
+        """,
+        DEEPSPEED,
+    )
+
+
+def test_training_under_zero_without_gathers_of_trl_is_that_of_stock():
+    run_cases(
+        """
         (compare, Case("zero3-divided"), [0, 0]),
         (compare, Case("zero3-divided", "rloo", "gpt_oss", lora=True), [0, 0]),
         (compare, Case("zero3-divided", model="qwen3_5"), [0, 0]),
         """,
-        str(Path(sys.prefix, "deepspeed")),
+        DEEPSPEED,
     )
+
+
+def test_captured_steps_of_a_sampling_model_follow_trained_weights():
+    run_cases("(captures_follow, Case('fsdp2', lora=True), [0, 0])", TRITON_INTERPRET="1")
 
 
 def test_all_processes_end_where_one_fails():
     run_cases(FAILURES.format("fsdp2"))
-    run_cases(FAILURES.format("zero3-divided"), str(Path(sys.prefix, "deepspeed")))
+    run_cases(FAILURES.format("zero3-divided"), DEEPSPEED)
