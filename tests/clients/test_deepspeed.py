@@ -29,6 +29,7 @@ from unittest import mock
 import pytest
 from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.interception.switches import linear_of_torch
@@ -107,10 +108,21 @@ for threshold in (0, 100):  # below which parameters stay gathered
         assert changed != expected
         rollout(engine, changed, BYTES)
         assert fd.explain(engine).last_call.known_tokens in (None, (0,))
+        with deepspeed.zero.GatheredParameters(engine.parameters()) if threshold else nullcontext():
+            cache = fd.prefill(engine.module, [IDS[0, row:-1] for row in range(1 + 3 * RANK)])
+            assert draw(engine.module, RANK, IDS, **SAMPLES, **{CACHE: cache}) == changed
+        assert fd.explain(engine).last_call.known_tokens == (IDS.shape[1] - 1,)
+        step(engine)
+        step(twin)
+        with pytest.raises(ValueError, match="weights"):
+            draw(engine.module, RANK, IDS, **SAMPLES, **{CACHE: cache})
+        changed = draw(whole(engine), RANK, IDS, **SAMPLES)
     short = mock.Mock(side_effect=Unsupported("memory is short") if RANK else None)
     with fd.enabled(engine, min_saved_tokens=1), mock.patch.object(parameters, "_check_room", short):
         assert draw(engine.module, RANK, IDS, **SAMPLES) == changed
         assert "memory is short" in fd.explain(engine).last_call.reason
+        with pytest.raises(ValueError, match="ZeRO-3 divides its parameters .*memory is short"):
+            fd.prefill(engine.module, [IDS[0, row:] for row in range(1 + 3 * RANK)])
         step(engine)
         step(twin)
         assert all(map(torch.equal, whole(engine).parameters(), whole(twin).parameters()))
