@@ -8,7 +8,7 @@ what rows share, and keeps last hidden states, by which later passes over these 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -81,6 +81,26 @@ def adding_log_probs(
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
     mask = torch.ones_like(prompts) if mask is None else mask
     return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
+
+
+def require_own_loop(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
+    """Raise ValueError if a call asks for a trainer's log-probabilities whose rows another loop draws.
+
+    Args:
+        arguments: Those of `generate`.
+        why: Why it is not given this package's loop.
+    """
+    state = state_of(model)
+    if state is None or state.options.log_probs != "trainer":
+        return
+    returns = arguments.get("return_dict_in_generate")
+    if returns is None:
+        returns = (arguments.get("generation_config") or model.generation_config).return_dict_in_generate
+    if returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ()):
+        raise ValueError(
+            f"log_probs='trainer' scores rows that this package's loop draws, and {why}; ask for sequences alone, or "
+            "enable the model with log_probs='auto'"
+        )
 
 
 def _refusal(model: PreTrainedModel, mode: GenerationMode, *, synced_gpus: bool) -> str | None:

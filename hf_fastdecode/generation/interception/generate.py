@@ -45,7 +45,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import adding_log_probs
+from ..decoding.log_probs import adding_log_probs, require_own_loop
 from ..decoding.loop import decode_shared
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
@@ -175,6 +175,9 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by position
     hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
     takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
+    if not takes_ours:
+        why = "custom_generate decodes by itself" if loop is not None else _why_not_ours(model_state, model)
+        require_own_loop(model, {**given, **kwargs}, why)
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
