@@ -37,7 +37,7 @@ from hf_fastdecode.parallel.gathering import memory, parameters
 
 from ..tiny_models import tiny_model, tiny_model_of_type
 from .processes import Models, add_scenario, scenario
-from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights, values
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, same_value, sees, sights, values
 
 SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
 HALF = torch.bfloat16
@@ -235,7 +235,30 @@ def four_processes(models: Models) -> Any:
     return seen
 
 
-add_scenario("four_processes", four_processes, 4)
+def sampling_processes_apart(models: Models) -> Any:
+    """Two processes train and sample, two others sample alone, with whole weights that they are sent."""
+    alone, ids, seen = tiny_model(), prompt_of(models), []
+    mesh, twin, trains = DeviceMesh("cpu", [0, 1]), copy.deepcopy(alone), models.rank < 2
+    model = fsdp_2(alone, mesh=mesh) if trains else copy.deepcopy(alone)
+    with fd.enabled(model, min_saved_tokens=1, reuse_prefix=True):
+        for _ in range(2):
+            if trains:
+                step(model, models)
+            with torch.no_grad():
+                for mine, known in zip(model.parameters(), twin.parameters(), strict=True):
+                    sent = mine.full_tensor() if trains else torch.empty_like(mine)
+                    torch.distributed.broadcast(sent, src=0)
+                    known.copy_(sent)
+                    if not trains:
+                        mine.copy_(sent)
+            for before in (0, ids.shape[1]):
+                same = draw(model, models.rank, ids, **SAMPLES) == draw(twin, models.rank, ids, **SAMPLES)
+                seen.append(same and (fd.explain(model).last_call.known_tokens or (0,)) == (before,))
+    return seen
+
+
+for one in (four_processes, sampling_processes_apart):
+    add_scenario(one.__name__, one, 4)
 
 
 @scenario
@@ -394,6 +417,7 @@ def test_all_run_stock_where_one_cannot_gather(seen):
 
 @pytest.mark.exhaustive
 def test_four_processes(seen_by_four):
+    assert same_value(seen_by_four, "sampling_processes_apart") == [True] * 4
     for rank, found in enumerate(values(seen_by_four, "four_processes")):
         assert found == [[True, "shared"], [True, True], [True, "no; gather t" if rank == 3 else "on rank 3, n"]] * 2
 
