@@ -64,6 +64,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "zero2": ({}, _zero(2)),
     "zero3": ({}, _zero(3)),
     "zero3-divided": ({}, {**_zero(3), "ds3_gather_for_generation": False}),
+    "zero3-offload": ({}, {**_zero(3, offload_param={"device": "cpu"}), "ds3_gather_for_generation": False}),
 }
 """Name -> what `accelerate launch` sets in the environment, and fields of the trainer's config."""
 
@@ -134,7 +135,7 @@ def make_trainer(case: Case, model: PreTrainedModel, folder: str, reward: Callab
             "optim": "sgd",
             "beta": 0.0,
         },
-        gradient_checkpointing=False,
+        gradient_checkpointing=case.model == "qwen3",  # the default
         **{"per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": NEW_TOKENS},
         **LAUNCHES[case.launch][1],
         # A trainer turns the cache of a model off; a generation config that was never saved follows it.

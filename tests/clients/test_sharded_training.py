@@ -60,6 +60,7 @@ def test_training_under_zero_without_gathers_of_trl_is_that_of_stock():
     run_cases(
         """
         (compare, Case("zero3-divided"), [0, 0]),
+        (compare, Case("zero3-offload"), [0, 0]),
         (compare, Case("zero3-divided", "rloo", "gpt_oss", lora=True), [0, 0]),
         (compare, Case("zero3-divided", model="qwen3_5"), [0, 0]),
         """,

@@ -140,7 +140,8 @@ def rollouts(models: Models) -> Any:
                 same = draw(model, models.rank, ids, synced_gpus=synced, **SAMPLES) == expected
                 call = fd.explain(model).last_call
                 nbytes = sum(one.nbytes for one in {id(one): one for one in alone.parameters()}.values())
-                seen[name, synced] = same, call.path, place(model) == before, call.gathered.nbytes >= nbytes
+                told = f"parameters gathered: {call.gathered.nbytes:,} bytes in " in str(fd.explain(model))
+                seen[name, synced] = same, call.path, place(model) == before, told and call.gathered.nbytes >= nbytes
     return sorted(set(seen.values())), [name for name, found in seen.items() if not found[0]]
 
 
