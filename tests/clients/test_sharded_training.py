@@ -6,10 +6,12 @@ LoRA or all weights is in some case.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
-from ..fresh_processes import run_fresh
+from ..fresh_processes import ROOT, run_fresh
 
 CODE = """
 import sys
@@ -22,8 +24,8 @@ DEEPSPEED = str(Path(sys.prefix, "deepspeed"))
 FAILURES = "(reward_fails, Case({0!r}), [1, 1]), (rank_dies, Case({0!r}), [1, -9])"
 
 
-def run_cases(cases: str, *folders: str, **environment: str) -> None:
-    done = run_fresh(CODE.format(cases=cases), *folders, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", **environment)
+def run_cases(cases: str, *folders: str) -> None:
+    done = run_fresh(CODE.format(cases=cases), *folders, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-8000:]
 
 
@@ -33,10 +35,15 @@ def test_training_under_fsdp_is_that_of_stock():
         (compare, Case("fsdp2"), [0, 0]),
         (compare, Case("fsdp2", "rloo", "gpt_oss", lora=True), [0, 0]),
         (compare, Case("fsdp2", "rloo", "qwen3_5", lora=True), [0, 0]),
+        (compare, Case("fsdp1"), [0, 0]),
+    """)
+
+
+def test_training_under_fsdp_with_parameters_on_the_cpu_is_that_of_stock():
+    run_cases("""
         (compare, Case("fsdp2-offload", model="qwen3_5"), [0, 0]),
         (compare, Case("fsdp2-offload", "rloo", lora=True), [0, 0]),
         (compare, Case("fsdp2-offload", model="gpt_oss"), [0, 0]),
-        (compare, Case("fsdp1"), [0, 0]),
     """)
 
 
@@ -69,7 +76,11 @@ def test_training_under_zero_without_gathers_of_trl_is_that_of_stock():
 
 
 def test_captured_steps_of_a_sampling_model_follow_trained_weights():
-    run_cases("(captures_follow, Case('fsdp2', lora=True), [0, 0])", TRITON_INTERPRET="1")
+    code = CODE.format(cases="(captures_follow, Case('fsdp2', lora=True), [0, 0])")
+    # Triton is not imported there yet, as it is in the processes of `run_fresh`.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-8000:]
 
 
 def test_all_processes_end_where_one_fails():
