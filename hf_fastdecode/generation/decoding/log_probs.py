@@ -83,20 +83,12 @@ def adding_log_probs(
     return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
 
 
-def require_own_loop(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
-    """Raise ValueError if a call asks for a trainer's log-probabilities whose rows another loop draws.
-
-    Args:
-        arguments: Those of `generate`.
-        why: Why it is not given this package's loop.
-    """
-    state = state_of(model)
-    if state is None or state.options.log_probs != "trainer":
-        return
-    returns = arguments.get("return_dict_in_generate")
-    if returns is None:
-        returns = (arguments.get("generation_config") or model.generation_config).return_dict_in_generate
-    if returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ()):
+def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
+    """Raise ValueError if a call of `generate` asks for a trainer's log-probabilities, and is not given our loop."""
+    config = arguments.get("generation_config") or model.generation_config
+    returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
+    asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
+    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(
             f"log_probs='trainer' scores rows that this package's loop draws, and {why}; ask for sequences alone, or "
             "enable the model with log_probs='auto'"

@@ -45,7 +45,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import adding_log_probs, require_own_loop
+from ..decoding.log_probs import adding_log_probs, require_scored
 from ..decoding.loop import decode_shared
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
@@ -171,16 +171,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     if not in_several_processes() and (report := told_by_shapes(model_state, model, args, kwargs)) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
-    given = signature_of(original).bind_partial(*args, **kwargs).arguments
-    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by position
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
-    takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
-    if not takes_ours:
-        why = "custom_generate decodes by itself" if loop is not None else _why_not_ours(model_state, model)
-        require_own_loop(model, {**given, **kwargs}, why)
+    given = signature_of(original).bind_partial(*args, **kwargs).arguments | kwargs  # in a wrapper's, too
+    loop = given.get("custom_generate")
+    takes_ours = _takes_our_loop(model_state, model, loop, len(args), given)
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
-        tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
+        tensors = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors)
         token = active_call_of_thread.set(call)
         try:
@@ -207,6 +203,19 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
             active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
+
+
+def _takes_our_loop(
+    model_state: ModelState, model: PreTrainedModel, loop: object, count: int, arguments: dict[str, Any]
+) -> bool:
+    """Whether `generate` takes our loop, after `count` positional arguments; raises ValueError as `require_scored`."""
+    original = model_state.methods.original(model, "generate")
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), arguments)
+    if loop is None and passes_loop_on(original, count, hands_on=hands_on):
+        return True
+    why = _why_not_ours(model_state, model) if loop is None else "custom_generate decodes by itself"
+    require_scored(model, arguments, why)
+    return False
 
 
 @contextmanager

@@ -20,10 +20,11 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
-from ..._compat import COMPILED_CALL, setting, uncompiled_call, without_gradients
+from ..._compat import COMPILED_CALL, LINEAR, setting, uncompiled_call
 from ...attention.overrides import Method, lengths_of_pass, overrides_of, own_code_of
 from ...errors import Unsupported
 from ...hook_roles import defining_module
@@ -186,7 +187,11 @@ def linear_of_torch() -> AbstractContextManager[None]:
     other = _linear.otherwise(functional, "linear")  # not that of another thread's pass
     if defining_module(other) != "deepspeed.runtime.zero.linear":
         return nullcontext()
-    return _linear.on([Change(functional, "linear", without_gradients(other))])
+
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        return (other if torch.is_grad_enabled() else LINEAR)(*args, **kwargs)
+
+    return _linear.on([Change(functional, "linear", linear)])
 
 
 _KNOWN = ("transformers.", "hf_fastdecode.")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,6 @@ from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
 from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Zero3(Gathering):
@@ -39,19 +36,12 @@ class Zero3(Gathering):
         """All modules, where parameters of one are divided now, or one has hooks of ZeRO-3."""
         return tuple(modules) if "deepspeed" in sys.modules and any(map(_is_divided, modules)) else ()
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        found: ProcessGroup | None = getattr(self._first, "ds_process_group", None)
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = zero_init_of(self._first).local_device
-        return found
-
-    @cached_property
-    def _first(self) -> Any:
-        return next((one for module in self.units for one in module._parameters.values() if _status(one)), None)
+    def __init__(self, units: tuple[Any, ...]):
+        super().__init__(units)
+        parameters = (one for module in units for one in module._parameters.values())
+        self._first = next(filter(_status, parameters), None)
+        if (group := getattr(self._first, "ds_process_group", None)) is not None:
+            self.group, self.device = group, zero_init_of(self._first).local_device
 
     def parts(self) -> list[Part]:
         found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
