@@ -36,9 +36,9 @@ from hf_fastdecode.generation.interception.switches import linear_of_torch
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.steps.graph_capture import FusedProjections
-from hf_fastdecode.parallel.gathering import parameters, zero
+from hf_fastdecode.parallel.gathering import memory, parameters, zero
 from tests.parallel.scenarios import PROMPT, draw
-from tests.parallel.test_gathered_parameters import SAMPLES, Raising, place
+from tests.parallel.test_gathered_parameters import SAMPLES, Raising, allocated, place
 from tests.tiny_models import tiny_model
 
 RANK = torch.distributed.get_rank()
@@ -151,6 +151,9 @@ with fd.enabled(model, min_saved_tokens=1):
         step(engine)
         assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
     rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
+    with mock.patch.object(memory, "_PAGES", False):  # which PyTorch's allocator does not count
+        most, left = allocated(lambda: draw(model, RANK, IDS, **SAMPLES))
+    assert most > BYTES and left < 2**12, (most, left)
     with fd.enabled(alone := tiny_model(), min_saved_tokens=1):  # of which DeepSpeed knows nothing
         for one in (model, alone):  # kernels run
             with state_of(one).gathered(one), torch.no_grad(), linear_of_torch():
