@@ -141,6 +141,9 @@ def baked_in(context):
     with context, state_of(model).gathered(model):
         return captured_state(model, [model.config])
 
+with fd.enabled(model), mock.patch.object(memory, "_PAGES", False):  # which PyTorch's allocator does not count
+    most, left = allocated(lambda: draw(model, RANK, IDS, **SAMPLES))
+    assert most > BYTES and left < 2**12, (most, left)
 with fd.enabled(model, min_saved_tokens=1):
     rollout(engine, expected, BYTES)
     divided = baked_in(nullcontext())
@@ -151,9 +154,6 @@ with fd.enabled(model, min_saved_tokens=1):
         step(engine)
         assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
     rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
-    with mock.patch.object(memory, "_PAGES", False):  # which PyTorch's allocator does not count
-        most, left = allocated(lambda: draw(model, RANK, IDS, **SAMPLES))
-    assert most > BYTES and left < 2**12, (most, left)
     with fd.enabled(alone := tiny_model(), min_saved_tokens=1):  # of which DeepSpeed knows nothing
         for one in (model, alone):  # kernels run
             with state_of(one).gathered(one), torch.no_grad(), linear_of_torch():
