@@ -288,7 +288,7 @@ def patched_room(check: mock.Mock) -> Any:
 
 
 @sees([[True, True, True]] * 3, kernels=True)
-def captured_steps(models: Models) -> Any:
+def captured_steps_of_divided_models(models: Models) -> Any:
     """They stay valid while weights are trained: parameters lie where they were, and memory is free between calls."""
     alone, ids, seen = models.alone["small"], prompt_of(models), []
     arguments = SAMPLES | {"max_new_tokens": 4, "eos_token_id": 2}
