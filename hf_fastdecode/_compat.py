@@ -255,17 +255,6 @@ LINEAR: Final[Callable[..., Tensor]] = torch._C._nn.linear
 """`F.linear`, also where a library replaces that name (DeepSpeed's ZeRO-3)."""
 
 
-def without_gradients(other: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`F.linear` of passes without gradients; with them, another function in its place."""
-    if other is LINEAR:
-        return LINEAR
-
-    def linear(*args: Any, **kwargs: Any) -> Tensor:
-        return (other if torch.is_grad_enabled() else LINEAR)(*args, **kwargs)
-
-    return linear
-
-
 SET_BY_ZERO: Final = frozenset(
     "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt ds_external_parameters "
     "ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity ds_recompute_parameters post_bwd_fn "

@@ -32,7 +32,7 @@ from .forward_pass import input_device
 from .fused.invariant import InvariantModules
 from .fused.modules import FusedModules
 from .interception.segments import by_segments
-from .interception.switches import Overrides, find_overrides, replaced_calls
+from .interception.switches import Overrides, find_overrides, linear_of_torch, replaced_calls
 from .options import Options
 from .snapshot import ModelWalk, ModelWatch, modules_of
 
@@ -198,6 +198,7 @@ class Structure:
         """
         with ExitStack() as stack:
             stack.enter_context(active(self.configs, lengths))
+            stack.enter_context(linear_of_torch())
             if self.overrides.found:
                 stack.enter_context(self.overrides.installed())
             if self.fused is not None:

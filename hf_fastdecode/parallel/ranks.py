@@ -229,8 +229,9 @@ class Together(Ranks):
         if error is not None:
             raise error
         if first:
-            rank, text = first["unsupported"]
-            raise Unsupported(f"on rank {rank}, {text}")
+            rank, text = first["unsupported"]  # which another group may have named already
+            where = "" if text.startswith("on rank ") else f"on rank {dist.get_global_rank(self._group, rank)}, "
+            raise Unsupported(f"{where}{text}")
 
     def require_same(self, what: str, fields: Mapping[str, object]) -> None:
         with self.together() as offer:

@@ -1,4 +1,4 @@
-"""TRL's trainers in two processes that divide a model between them, as `accelerate launch` starts them.
+"""TRL's trainers in processes that divide a model between them, as `accelerate launch` starts them.
 
 `run` forks the processes of each case from one that has imported TRL, and ends all of them in time.
 """
@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from socket import socket
 from tempfile import TemporaryDirectory
@@ -32,6 +33,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 import hf_fastdecode as fd
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
+from ..interpreter import make_faster
+from ..parallel.scenarios import capturing
 from ..tiny_models import ARCHITECTURES, tiny_model_of_type
 
 _FSDP = {
@@ -61,6 +64,7 @@ LAUNCHES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "zero2": ({}, _zero(2)),
     "zero3": ({}, _zero(3)),
     "zero3-divided": ({}, {**_zero(3), "ds3_gather_for_generation": False}),
+    "zero3-offload": ({}, {**_zero(3, offload_param={"device": "cpu"}), "ds3_gather_for_generation": False}),
 }
 """Name -> what `accelerate launch` sets in the environment, and fields of the trainer's config."""
 
@@ -75,24 +79,26 @@ _QWEN_3_5 = {
 }
 MODELS = {name: ARCHITECTURES[name] for name in ("qwen3", "gpt_oss")} | {"qwen3_5": ("qwen3_5_text", _QWEN_3_5)}
 LORA = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-ROWS, NEW_TOKENS, STEPS, SECONDS = 4, 16, 4, 200
+ROWS, NEW_TOKENS, STEPS, SECONDS, PEER_TIMEOUT = 4, 16, 4, 200, 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training script in two processes.
+    """A training script in several processes.
 
     Attributes:
         launch: Of `LAUNCHES`.
         trainer: Of `TRAINERS`.
         model: Of `MODELS`.
         lora: Whether an adapter is trained, or all weights.
+        processes: How many.
     """
 
     launch: str
     trainer: str = "grpo"
     model: str = "qwen3"
     lora: bool = False
+    processes: int = 2
 
 
 @dataclass
@@ -129,7 +135,7 @@ def make_trainer(case: Case, model: PreTrainedModel, folder: str, reward: Callab
             "optim": "sgd",
             "beta": 0.0,
         },
-        gradient_checkpointing=False,
+        gradient_checkpointing=case.model == "qwen3",  # the default
         **{"per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": NEW_TOKENS},
         **LAUNCHES[case.launch][1],
         # A trainer turns the cache of a model off; a generation config that was never saved follows it.
@@ -162,7 +168,7 @@ def score(completion_ids: list[list[int]]) -> list[float]:
 def train(
     case: Case, model: PreTrainedModel, *, enable: bool, reward: Callable[[list[list[int]]], list[float]] = score
 ) -> Trained:
-    """Train a copy of a model for some steps in this process, which is one of two.
+    """Train a copy of a model for some steps in this process, which is one of several.
 
     Args:
         enable: Whether the trainer's model is enabled first.
@@ -181,7 +187,7 @@ def train(
         trainer = make_trainer(case, copy.deepcopy(model), folder, rewards)
         seen.stages.append(whole_parameters(trainer.model))
         if enable:
-            fd.enable(trainer.model, min_saved_tokens=1, peer_timeout=20)
+            fd.enable(trainer.model, min_saved_tokens=1, peer_timeout=PEER_TIMEOUT)
         trainer.train()
     kept = ("loss", "grad_norm", "reward")
     seen.metrics = [{name: float(step[name]) for name in kept} for step in trainer.state.log_history[:STEPS]]
@@ -218,16 +224,22 @@ def sampling_model(case: Case, model: PreTrainedModel, whole: dict[str, Tensor],
     return made.merge_and_unload() if merged else made
 
 
-def check_sampling_model(case: Case, model: PreTrainedModel, stages: list[dict[str, Tensor]], *, merged: bool) -> None:
+def check_sampling_model(
+    case: Case, model: PreTrainedModel, stages: list[dict[str, Tensor]], *, merged: bool, captured: bool = False
+) -> None:
     """Raise AssertionError if an enabled model of one process does not follow weights that are copied to its own.
 
     Args:
         stages: Whole parameters before and after training.
         merged: Whether adapters are merged into the weights.
+        captured: Whether steps are captured, once for all weights.
     """
     tokenizer, seen = fd.load_embedded()[1], []
     prompt = tokenizer(few_shot_prompt(embedded_tasks()[0], shots=0), return_tensors="pt").input_ids
-    given = {"do_sample": True, "num_return_sequences": 8, "min_new_tokens": 16, "max_new_tokens": 16}
+    rows, tokens = (2, 3) if captured else (8, 16)  # interpreted kernels take time
+    prompt = prompt[:, :48] if captured else prompt
+    given = {"do_sample": True, "num_return_sequences": rows, "min_new_tokens": tokens, "max_new_tokens": tokens}
+    options = {"mode": "graph", "backend": "triton"} if captured else {}
 
     def draw(one: Any) -> list[list[int]]:
         torch.manual_seed(0)
@@ -235,7 +247,11 @@ def check_sampling_model(case: Case, model: PreTrainedModel, stages: list[dict[s
         return tokens
 
     one = sampling_model(case, model, stages[0], merged=merged)
-    with fd.enabled(one, min_saved_tokens=1, reuse_prefix=True), torch.no_grad():
+    with (
+        capturing() if captured else nullcontext(),
+        fd.enabled(one, min_saved_tokens=1, reuse_prefix=True, **options),
+        torch.no_grad(),
+    ):
         for whole in stages:
             stock = sampling_model(case, model, whole, merged=merged)
             for mine, theirs in zip(one.parameters(), stock.parameters(), strict=True):
@@ -246,6 +262,8 @@ def check_sampling_model(case: Case, model: PreTrainedModel, stages: list[dict[s
                 assert draw(one) == seen[-1]
                 known.append(sum(fd.explain(one).last_call.known_tokens or ()))
             assert known[0] == 0 < known[1] + (case.model == "qwen3_5"), known  # of whose layers some have states
+        if captured:
+            assert vars(one if merged else one.get_base_model())["_hf_fastdecode"].captures.count == 1
     assert seen[0] != seen[1]
 
 
@@ -254,11 +272,10 @@ def compare(case: Case) -> None:
     model = make_model(case.model)  # before ZeRO-3 begins, which divides models as they are made from then on
     stock, enabled = (train(case, model, enable=enable) for enable in (False, True))
     assert stock.completions == enabled.completions
-    every = [None, None]
+    every = [None] * case.processes
     torch.distributed.all_gather_object(every, stock.completions)
-    assert every[0] != every[1]
-    longest = [[max(map(len, step)) for step in of_rank] for of_rank in every]
-    assert longest[0] != longest[1], longest  # so that ranks decode other numbers of steps
+    longest = {str([max(map(len, step)) for step in of_rank]) for of_rank in every}
+    assert len(longest) == case.processes, longest  # so that ranks decode other numbers of steps
     for expected, found in zip(stock.metrics, enabled.metrics, strict=True):
         assert abs(expected["loss"] - found["loss"]) <= 1e-5, (expected, found)
         assert expected["reward"] == found["reward"], (expected, found)
@@ -270,6 +287,15 @@ def compare(case: Case) -> None:
     assert all(one.startswith("shared: ") for one in enabled.calls), enabled.calls
     for merged in {False, case.lora}:
         check_sampling_model(case, model, enabled.stages, merged=merged)
+
+
+def captures_follow(case: Case) -> None:
+    """Raise AssertionError if captured steps of a sampling model do not follow weights that are copied to its own."""
+    make_faster()
+    model = make_model(case.model)
+    stages = train(case, model, enable=False).stages
+    for merged in {False, case.lora} if torch.distributed.get_rank() == 0 else ():
+        check_sampling_model(case, model, stages, merged=merged, captured=True)
 
 
 def reward_fails(case: Case) -> None:
@@ -300,7 +326,7 @@ def rank_dies(case: Case) -> None:
 
 
 def run(cases: Iterable[tuple[Callable[[Case], None], Case, list[int]]]) -> None:
-    """Run each case in two processes, one case after the other.
+    """Run each case in processes of its own, one case after the other.
 
     Args:
         cases: What each process runs, of what, and their exit codes: negative numbers are signals.
@@ -319,10 +345,10 @@ def _start(body: Callable[[Case], None], case: Case) -> list[int]:
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    settings |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **LAUNCHES[case.launch][0]}
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    settings |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(case.processes)) | LAUNCHES[case.launch][0]
     processes = []
-    for rank in range(2):
+    for rank in range(case.processes):
         if (process := os.fork()) == 0:
             code = 1
             try:
@@ -360,6 +386,8 @@ def _end(processes: list[int]) -> list[int]:
             if ended:
                 codes[process] = os.waitstatus_to_exitcode(status)
                 waiting.discard(process)
+                if codes[process] == -signal.SIGKILL:
+                    deadline = min(deadline, time.monotonic() + PEER_TIMEOUT + 40)  # not a group's 30 minutes
         if waiting and time.monotonic() > deadline:
             for process in waiting:
                 os.kill(process, signal.SIGABRT)

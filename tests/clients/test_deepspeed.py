@@ -29,14 +29,16 @@ from unittest import mock
 import pytest
 from trl.models.utils import add_hooks, remove_hooks
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.generation.fused.modules import FusedModules
+from hf_fastdecode.generation.interception.switches import linear_of_torch
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.snapshot import captured_state
 from hf_fastdecode.generation.steps.graph_capture import FusedProjections
-from hf_fastdecode.parallel.gathering import parameters, zero
+from hf_fastdecode.parallel.gathering import memory, parameters, zero
 from tests.parallel.scenarios import PROMPT, draw
-from tests.parallel.test_gathered_parameters import SAMPLES, Raising, place
+from tests.parallel.test_gathered_parameters import SAMPLES, Raising, allocated, place
 from tests.tiny_models import tiny_model
 
 RANK = torch.distributed.get_rank()
@@ -106,10 +108,21 @@ for threshold in (0, 100):  # below which parameters stay gathered
         assert changed != expected
         rollout(engine, changed, BYTES)
         assert fd.explain(engine).last_call.known_tokens in (None, (0,))
+        with deepspeed.zero.GatheredParameters(engine.parameters()) if threshold else nullcontext():
+            cache = fd.prefill(engine.module, [IDS[0, row:-1] for row in range(1 + 3 * RANK)])
+            assert draw(engine.module, RANK, IDS, **SAMPLES, **{CACHE: cache}) == changed
+        assert fd.explain(engine).last_call.known_tokens == (IDS.shape[1] - 1,)
+        step(engine)
+        step(twin)
+        with pytest.raises(ValueError, match="weights"):
+            draw(engine.module, RANK, IDS, **SAMPLES, **{CACHE: cache})
+        changed = draw(whole(engine), RANK, IDS, **SAMPLES)
     short = mock.Mock(side_effect=Unsupported("memory is short") if RANK else None)
     with fd.enabled(engine, min_saved_tokens=1), mock.patch.object(parameters, "_check_room", short):
         assert draw(engine.module, RANK, IDS, **SAMPLES) == changed
         assert "memory is short" in fd.explain(engine).last_call.reason
+        with pytest.raises(ValueError, match="ZeRO-3 divides its parameters .*memory is short"):
+            fd.prefill(engine.module, [IDS[0, row:] for row in range(1 + 3 * RANK)])
         step(engine)
         step(twin)
         assert all(map(torch.equal, whole(engine).parameters(), whole(twin).parameters()))
@@ -121,13 +134,16 @@ else:
 ONE = """
 expected = draw(tiny_model(), RANK, IDS, **SAMPLES)
 engine = engine_of(3, stage3_param_persistence_threshold=0)
-model, replaced = engine.module, torch.nn.functional.linear
+model, replaced, linear = engine.module, torch.nn.functional.linear, lambda: torch.nn.functional.linear
 
 def baked_in(context):
     # What captured steps rely on, in a call
     with context, state_of(model).gathered(model):
         return captured_state(model, [model.config])
 
+with fd.enabled(model), mock.patch.object(memory, "_PAGES", False):  # which PyTorch's allocator does not count
+    most, left = allocated(lambda: draw(model, RANK, IDS, **SAMPLES))
+    assert most > BYTES and left < 2**12, (most, left)
 with fd.enabled(model, min_saved_tokens=1):
     rollout(engine, expected, BYTES)
     divided = baked_in(nullcontext())
@@ -138,12 +154,21 @@ with fd.enabled(model, min_saved_tokens=1):
         step(engine)
         assert gathered == baked_in(deepspeed.zero.GatheredParameters(engine.parameters()))
     rollout(engine, draw(whole(engine), RANK, IDS, **SAMPLES), BYTES)
-    with state_of(model).gathered(model), torch.no_grad():  # kernels run as in a model that DeepSpeed does not know
-        assert str(FusedModules(model)) == str(FusedModules(tiny_model())) != ""
-        projections = FusedProjections(model)
-        with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
-            model(input_ids=IDS)
-        assert products.call_count == 2 * 4 + 1, products.call_count
+    with fd.enabled(alone := tiny_model(), min_saved_tokens=1):  # of which DeepSpeed knows nothing
+        for one in (model, alone):  # kernels run
+            with state_of(one).gathered(one), torch.no_grad(), linear_of_torch():
+                assert str(FusedModules(one)) == str(FusedModules(tiny_model())) != ""
+                projections = FusedProjections(one)
+                with projections, mock.patch.object(projections._products, "linears", return_value=None) as products:
+                    one(input_ids=IDS)
+                assert products.call_count == 2 * 4 + 1, products.call_count
+            silu, called = torch.nn.functional.silu, set()
+            with mock.patch.object(torch.nn.functional, "silu", lambda *a: called.add(linear()) or silu(*a)):
+                draw(one, RANK, IDS, **SAMPLES)
+            assert fd.explain(one).last_call.path == "shared"
+            assert called and replaced not in called, called
+        with linear_of_torch():
+            assert alone(input_ids=IDS).logits.grad_fn is not None
 assert torch.nn.functional.linear is replaced is not torch._C._nn.linear
 """
 

@@ -243,6 +243,29 @@ def test_what_is_refused(arguments, message):
         model.generate(**PROMPTS | RETURNED | arguments)
 
 
+@pytest.mark.parametrize("how", ["a loop of the user's", "a generate of the user's"])
+def test_rows_that_others_draw_are_refused(how):
+    """Where fields are asked for, they would lack the log-probabilities."""
+
+    def loop(model, input_ids, generation_config, **_):
+        return torch.cat([input_ids, input_ids[:, :1]], dim=1)
+
+    model = tiny_model("qwen3")
+    if how == "a generate of the user's":
+        original = model.generate
+        model.generate = lambda input_ids, generation_config=None: original(input_ids, generation_config)
+    fd.enable(model, log_probs="trainer")
+    given = {"custom_generate": loop} if how == "a loop of the user's" else {}
+    config, ids = copy.deepcopy(model.generation_config), PROMPTS["input_ids"]
+    assert len(model.generate(ids, generation_config=config, **given)) == len(ids)
+    config.return_dict_in_generate = True
+    message = "custom_generate decodes by itself" if given else "replaces generate and has no"
+    with pytest.raises(ValueError, match=rf"{message}.*; ask for sequences alone, or enable"):
+        model.generate(ids, generation_config=config, **given)
+    fd.enable(model)
+    model.generate(ids, generation_config=config, **given)
+
+
 def test_noise_encoders_and_learned_prompts_are_refused():
     model = enabled("gpt2").train()
     with pytest.raises(ValueError, match=r"training mode with Dropout.p=0.1; call model.eval\(\), .*, or enable"):

@@ -40,9 +40,10 @@ def _seen_by_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Se
 
 @pytest.fixture(scope="session")
 def seen_by_four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, ...]]:
-    """What three and four processes saw, of contexts divided between them."""
+    """What three and four processes saw, of contexts or parameters divided between them."""
 
     def run() -> dict[str, tuple[Seen, ...]]:
-        return run_scenarios(SEQUENCE_PARALLEL, {}, tmp_path_factory.mktemp("seen"), ranks=(3, 4))
+        files = [*SEQUENCE_PARALLEL, "test_gathered_parameters"]
+        return run_scenarios(files, {}, tmp_path_factory.mktemp("seen"), ranks=(3, 4))
 
     return made_once(tmp_path_factory, "seen_by_four", run)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,16 +27,17 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel, StoppingCriteria
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.parallel.gathering import parameters
+from hf_fastdecode.parallel.gathering import memory, parameters
 
 from ..tiny_models import tiny_model, tiny_model_of_type
-from .processes import Models, scenario
-from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, sees, sights, values
+from .processes import Models, add_scenario, scenario
+from .scenarios import GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, reason, same_value, sees, sights, values
 
 SAMPLES = SAMPLING | {"max_new_tokens": 20, "pad_token_id": 0, "num_return_sequences": 4}
 HALF = torch.bfloat16
@@ -81,10 +86,21 @@ def place(model: PreTrainedModel) -> Any:
 def whole(model: PreTrainedModel, alone: PreTrainedModel) -> PreTrainedModel:
     """The model as one process would have it."""
     twin = copy.deepcopy(alone)
-    with torch.no_grad():
+    gathers = FullyShardedDataParallel.summon_full_params(model, writeback=False)
+    with torch.no_grad(), gathers if FullyShardedDataParallel.fsdp_modules(model) else nullcontext():
         for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs.full_tensor())
+            mine.copy_(theirs.full_tensor() if isinstance(theirs, DTensor) else theirs)
     return twin
+
+
+def allocated(run: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes of PyTorch's allocator in a run, the most and the last, less those before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+        gc.collect()
+    events = [one for one in profiler.profiler.kineto_results.events() if one.name() == "[memory]"]
+    held = list(accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns())))
+    return max(held), held[-1]
 
 
 def step(model: PreTrainedModel, models: Models) -> list[Any]:
@@ -124,7 +140,8 @@ def rollouts(models: Models) -> Any:
                 same = draw(model, models.rank, ids, synced_gpus=synced, **SAMPLES) == expected
                 call = fd.explain(model).last_call
                 nbytes = sum(one.nbytes for one in {id(one): one for one in alone.parameters()}.values())
-                seen[name, synced] = same, call.path, place(model) == before, call.gathered.nbytes >= nbytes
+                told = f"parameters gathered: {call.gathered.nbytes:,} bytes in " in str(fd.explain(model))
+                seen[name, synced] = same, call.path, place(model) == before, told and call.gathered.nbytes >= nbytes
     return sorted(set(seen.values())), [name for name, found in seen.items() if not found[0]]
 
 
@@ -150,6 +167,35 @@ def a_call_that_fails_on_one_rank(models: Models) -> Any:
     return seen
 
 
+@sees([[True, True, True]] * 2)
+def memory_of_a_call(models: Models) -> Any:
+    """Whole parameters, keys, values and 5 %; all is freed at its end, also where Ctrl-C ends it."""
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+    model, ids, seen = fsdp_2(tiny_model("qwen3", **sizes)), prompt_of(models)[:, :40].remainder(90), []
+    arguments = SAMPLES | {"max_new_tokens": 6, "eos_token_id": None}
+    of_token = sum(layer.self_attn.k_proj.out_features for layer in model.model.layers) * 2 * 4
+    weights = sum(one.numel() * 4 for one in model.parameters())
+    most = 1.05 * (weights + of_token * (ids.shape[1] + 4 * 6))
+
+    def call(criteria: list[StoppingCriteria]) -> None:
+        with suppress(KeyboardInterrupt):
+            draw(model, 0, ids, stopping_criteria=criteria, **arguments)
+        criteria.clear()  # whose error has a traceback
+
+    def stored() -> list[tuple[int, int]]:
+        parts = [one.to_local().untyped_storage() for one in model.parameters()]
+        return [(one.data_ptr(), one.nbytes()) for one in parts]
+
+    # Pages of the host are not the allocator's.
+    with fd.enabled(model, min_saved_tokens=1), mock.patch.object(memory, "_PAGES", False):
+        before = place(model), stored()
+        for criteria in ([], [Raising(KeyboardInterrupt())]):
+            peak, left = allocated(partial(call, criteria))
+            same = (place(model), stored()) == before
+            seen.append([weights < peak <= most or (peak, weights, most), left < 2**12 or left, same])
+    return seen
+
+
 @sees([True, True, True, True, True])
 def kept_prompts(models: Models) -> Any:
     """Of other numbers on each rank: `prefill`, its cache in calls, and `reuse_prefix`, until weights change."""
@@ -172,6 +218,50 @@ def kept_prompts(models: Models) -> Any:
     return seen
 
 
+def four_processes(models: Models) -> Any:
+    """All parts of one model, and halves of two replicas (HSDP), in calls and in training; one that cannot gather."""
+    alone, ids, seen = tiny_model(), prompt_of(models), []
+    expected = draw(alone, models.rank, ids, **SAMPLES)
+    for shape in ((4,), (2, 2)):
+        mesh = mesh_of(shape)
+        model, twin = fsdp_2(alone, mesh=mesh), fsdp_2(alone, mesh=mesh)
+        with fd.enabled(model, min_saved_tokens=1):
+            before = place(model)
+            seen.append([draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)[:6]])
+            seen.append([place(model) == before, all(map(torch.equal, step(model, models), step(twin, models)))])
+            trained = draw(whole(model, alone), models.rank, ids, **SAMPLES)
+            with patched_room(mock.Mock(side_effect=Unsupported("no") if models.rank == 3 else None)):
+                same = draw(model, models.rank, ids, **SAMPLES) == trained
+            seen.append([same, reason(model).partition("gathers them: ")[2][:12]])
+    return seen
+
+
+def sampling_processes_apart(models: Models) -> Any:
+    """Two processes train and sample, two others sample alone, with whole weights that they are sent."""
+    alone, ids, seen = tiny_model(), prompt_of(models), []
+    mesh, twin, trains = DeviceMesh("cpu", [0, 1]), copy.deepcopy(alone), models.rank < 2
+    model = fsdp_2(alone, mesh=mesh) if trains else copy.deepcopy(alone)
+    with fd.enabled(model, min_saved_tokens=1, reuse_prefix=True):
+        for _ in range(2):
+            if trains:
+                step(model, models)
+            with torch.no_grad():
+                for mine, known in zip(model.parameters(), twin.parameters(), strict=True):
+                    sent = mine.full_tensor() if trains else torch.empty_like(mine)
+                    torch.distributed.broadcast(sent, src=0)
+                    known.copy_(sent)
+                    if not trains:
+                        mine.copy_(sent)
+            for before in (0, ids.shape[1]):
+                same = draw(model, models.rank, ids, **SAMPLES) == draw(twin, models.rank, ids, **SAMPLES)
+                seen.append(same and (fd.explain(model).last_call.known_tokens or (0,)) == (before,))
+    return seen
+
+
+for one in (four_processes, sampling_processes_apart):
+    add_scenario(one.__name__, one, 4)
+
+
 @scenario
 def refused_on_one_rank(models: Models) -> Any:
     """All run stock, in step though their prompts are of other lengths; `prefill` raises. Replicas (HSDP) do too."""
@@ -179,7 +269,7 @@ def refused_on_one_rank(models: Models) -> Any:
     expected = draw(alone, models.rank, ids, **SAMPLES)
     given = Unsupported("it cannot"), torch.OutOfMemoryError("4 GiB are not free")
     for error, shape in zip(given, ((2,), (2, 1)), strict=True):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
+        mesh = mesh_of(shape)
         with fd.enabled(model := fsdp_2(alone, mesh=mesh)):
             with patched_room(mock.Mock(side_effect=error if models.rank else None)):
                 seen.append([draw(model, models.rank, ids, **SAMPLES) == expected, reason(model)])
@@ -189,26 +279,33 @@ def refused_on_one_rank(models: Models) -> Any:
     return seen
 
 
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "parts")[-len(shape) :])
+
+
 def patched_room(check: mock.Mock) -> Any:
     return mock.patch.object(parameters, "_check_room", check)
 
 
-@sees([True, True, True], kernels=True)
-def captured_steps_of_fsdp_2(models: Models) -> Any:
+@sees([[True, True, True]] * 3, kernels=True)
+def captured_steps_of_divided_models(models: Models) -> Any:
     """They stay valid while weights are trained: parameters lie where they were, and memory is free between calls."""
-    alone, ids = models.alone["small"], prompt_of(models)
-    model, seen = fsdp_2(alone), []
+    alone, ids, seen = models.alone["small"], prompt_of(models), []
     arguments = SAMPLES | {"max_new_tokens": 4, "eos_token_id": 2}
-    with capturing(), fd.enabled(model, mode="graph", backend="triton"):
-        for trained in (False, True):
-            if trained:
-                step(model, models)
-            expected = draw(whole(model, alone), 0, ids, **arguments)
-            if trained:
-                with torch.no_grad():
-                    model(input_ids=ids, use_cache=False)  # which leaves some parameters gathered
-            seen.append(draw(model, 0, ids, **arguments) == expected)
-        seen.append(vars(model)["_hf_fastdecode"].captures.count == 1)
+    offloaded = partial(fsdp_2, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for divided in (fsdp_2, offloaded, partial(fsdp_1, use_orig_params=True)):
+        model = divided(alone)
+        with capturing(), fd.enabled(model, mode="graph", backend="triton"):
+            seen.append([])
+            for trained in (False, True):
+                if trained:
+                    step(model, models)
+                expected = draw(whole(model, alone), 0, ids, **arguments)
+                if trained:
+                    with torch.no_grad():
+                        model(input_ids=ids, use_cache=False)  # which leaves some parameters gathered
+                seen[-1].append(draw(model, 0, ids, **arguments) == expected)
+            seen[-1].append(vars(model)["_hf_fastdecode"].captures.count == 1)
     return seen
 
 
@@ -234,7 +331,7 @@ def settings_of_fsdp_2(models: Models) -> Any:
 
 @sees([[True, "shared", True, True]] * 4)
 def fsdp_1_around_layers(models: Models) -> Any:
-    """Flat parameters with and without the original ones, and those that a user gathers."""
+    """Flat parameters with and without the original ones, and those that a user gathers; kept prompts."""
     alone, ids, seen = models.alone["llama"], prompt_of(models), []
     given: list[dict[str, Any]] = [{"use_orig_params": one} for one in (True, False)]
     expected = draw(alone, 0, ids, **SAMPLES)
@@ -242,8 +339,9 @@ def fsdp_1_around_layers(models: Models) -> Any:
         model, twin = fsdp_1(alone, **options), fsdp_1(alone, **options)
         with fd.enabled(model):
             before = place(model)
-            found = draw(model, 0, ids, **SAMPLES)
-            seen.append([found == expected, fd.explain(model).last_call.path, place(model) == before])
+            cache = fd.prefill(model, [ids[0, row:-1] for row in range(1 + 3 * models.rank)])
+            same = draw(model, 0, ids, **SAMPLES, **{CACHE: cache}) == draw(model, 0, ids, **SAMPLES) == expected
+            seen.append([same, fd.explain(model).last_call.path, place(model) == before])
         seen[-1].append(all(map(torch.equal, step(model, models), step(twin, models))))
     with fd.enabled(model := fsdp_1(alone)), FullyShardedDataParallel.summon_full_params(model, writeback=False):
         found = draw(model, 0, ids, **SAMPLES)
@@ -316,6 +414,13 @@ def test_all_run_stock_where_one_cannot_gather(seen):
         assert cannot[::2] == no_room[::2] == [True, "shared"]
         assert f"each pass gathers them: {where}it cannot; gather them for the call" in cannot[1]
         assert f"{where}all of its parameters take 0.0 GiB, and memory ran out (4 GiB are not free); f" in no_room[1]
+
+
+@pytest.mark.exhaustive
+def test_four_processes(seen_by_four):
+    assert same_value(seen_by_four, "sampling_processes_apart") == [True] * 4
+    for rank, found in enumerate(values(seen_by_four, "four_processes")):
+        assert found == [[True, "shared"], [True, True], [True, "no; gather t" if rank == 3 else "on rank 3, n"]] * 2
 
 
 def test_memory_that_does_not_hold_whole_parameters():

@@ -22,6 +22,7 @@ import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding.stopping import Decisions
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.parallel import watchdog
+from hf_fastdecode.parallel.gathering import parameters
 from hf_fastdecode.parallel.watchdog import Event, Heartbeat, difference
 
 from ..workers import made_once
@@ -131,6 +132,21 @@ def is_killed_before_a_gather(calls: Calls) -> None:
         calls.make(lambda: generate(calls))
 
 
+@scenario()
+def raises_in_a_gather(calls: Calls) -> None:
+    """Rank 1 raises where the first parameters are sent, and the other has begun to wait for them."""
+    calls.model = fully_shard(LlamaForCausalLM(copy.deepcopy(calls.model.config)).eval())
+    fd.enable(calls.model, peer_timeout=TIMEOUT)
+
+    def fail() -> None:
+        if calls.rank:
+            raise KeyError("no part")
+
+    with at_nth(1, parameters, "all_gather_vectors", fail):
+        calls.make(lambda: generate(calls))
+    calls.make(lambda: generate(calls))
+
+
 @scenario(victim=0)
 def first_is_killed(calls: Calls) -> None:
     fd.enable(calls.model, peer_timeout=TIMEOUT)
@@ -205,6 +221,14 @@ def test_an_error_within_a_pass_ends_the_call_of_the_others(seen):
     failed(next_call, 1, "KeyError: 'no layer'", TIMEOUT)  # waits for the other's heartbeat
     refused(prefill, 1, "KeyError: 'no layer'")
     assert seen["raises_in_a_pass"][0][-1].value == seen["raises_in_a_pass"][1][-1].value == []
+
+
+def test_an_error_within_a_gather_ends_the_call_of_the_others(seen):
+    (waited, again), (own, next_call) = (seen["raises_in_a_gather"][rank] for rank in (0, 1))
+    assert own.error == "KeyError: 'no part'"
+    failed(waited, 1, "KeyError: 'no part'", TIMEOUT)
+    refused(again, 1, "KeyError: 'no part'")
+    failed(next_call, 1, "KeyError: 'no part'", TIMEOUT)
 
 
 def test_an_error_of_one_process_before_they_compare_their_calls(seen):

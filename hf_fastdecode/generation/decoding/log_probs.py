@@ -8,7 +8,7 @@ what rows share, and keeps last hidden states, by which later passes over these 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -89,6 +89,18 @@ def adding_log_probs(
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
     mask = torch.ones_like(prompts) if mask is None else mask
     return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
+
+
+def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
+    """Raise ValueError if a call of `generate` asks for a trainer's log-probabilities, and is not given our loop."""
+    config = arguments.get("generation_config") or model.generation_config
+    returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
+    asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
+    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
+        raise ValueError(
+            f"log_probs='trainer' scores rows that this package's loop draws, and {why}; ask for sequences alone, or "
+            "enable the model with log_probs='auto'"
+        )
 
 
 def refusal_of_rows(model: PreTrainedModel, mode: GenerationMode) -> str | None:

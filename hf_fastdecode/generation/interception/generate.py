@@ -45,7 +45,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import adding_log_probs
+from ..decoding.log_probs import adding_log_probs, require_scored
 from ..decoding.loop import decode_shared
 from ..decoding.router_choices import CHOICES, adding_choices
 from ..decoding.sampling import generator_state
@@ -178,13 +178,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     if not records and not in_several_processes() and (report := told()) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
-    given = signature_of(original).bind_partial(*args, **kwargs).arguments
-    loop = kwargs.get("custom_generate", given.get("custom_generate"))  # in a wrapper's **kwargs, or by position
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), kwargs)
-    takes_ours = loop is None and passes_loop_on(original, len(args), hands_on=hands_on)
+    given = signature_of(original).bind_partial(*args, **kwargs).arguments | kwargs  # in a wrapper's, too
+    loop = given.get("custom_generate")
+    takes_ours = _takes_our_loop(model_state, model, loop, len(args), given)
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
-        tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
+        tensors = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, records=records)
         token = active_call_of_thread.set(call)
         try:
@@ -219,6 +218,19 @@ def _asks_for_choices(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dic
     if (asked := bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False)))) and cache_in(kwargs) is not None:
         raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
     return asked
+
+
+def _takes_our_loop(
+    model_state: ModelState, model: PreTrainedModel, loop: object, count: int, arguments: dict[str, Any]
+) -> bool:
+    """Whether `generate` takes our loop, after `count` positional arguments; raises ValueError as `require_scored`."""
+    original = model_state.methods.original(model, "generate")
+    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), arguments)
+    if loop is None and passes_loop_on(original, count, hands_on=hands_on):
+        return True
+    why = _why_not_ours(model_state, model) if loop is None else "custom_generate decodes by itself"
+    require_scored(model, arguments, why)
+    return False
 
 
 @contextmanager

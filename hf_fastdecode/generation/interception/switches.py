@@ -2,7 +2,8 @@
 
 `WrappedMethods` lasts from `enable` to `disable`, and is removable even after other code has overridden the same
 methods; whether a `generate` that others have replaced or wrapped takes a decoding loop, its signature tells.
-`replaced_calls` last for the time of forward passes, in any number of threads; so do `Overrides` of attention code.
+`replaced_calls` last for the time of forward passes, in any number of threads; so do `Overrides` of attention code,
+and PyTorch's own `F.linear`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cached_property, partial
 from itertools import count
@@ -19,11 +20,14 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from ..._compat import COMPILED_CALL, setting, uncompiled_call
+from ..._compat import COMPILED_CALL, LINEAR, setting, uncompiled_call
 from ...attention.overrides import Method, lengths_of_pass, overrides_of, own_code_of
 from ...errors import Unsupported
+from ...hook_roles import defining_module
 from ...instance_methods import STATE_ATTRIBUTE, Change, Switch, WeakMethod
 from ..foreign_code import is_capturable, is_of_transformers
 
@@ -170,6 +174,24 @@ def own_method(instance: object, name: str) -> Callable[..., Any] | None:
 
 replaced_calls = Switch(replaces=False)
 """Calls of modules in the place of theirs; the user's own, such as a compiled call, stay."""
+
+_linear = Switch(replaces=True)
+
+
+def linear_of_torch() -> AbstractContextManager[None]:
+    """Context of a pass in which DeepSpeed's `F.linear` is PyTorch's, unless gradients are recorded.
+
+    ZeRO-3 replaces it in all of the process, also for models that it does not divide, by a function with a backward
+    pass of its own, whose products cannot run together.
+    """
+    other = _linear.otherwise(functional, "linear")  # not that of another thread's pass
+    if defining_module(other) != "deepspeed.runtime.zero.linear":
+        return nullcontext()
+
+    def linear(*args: Any, **kwargs: Any) -> Tensor:
+        return (other if torch.is_grad_enabled() else LINEAR)(*args, **kwargs)
+
+    return _linear.on([Change(functional, "linear", linear)])
 
 
 _KNOWN = ("transformers.", "hf_fastdecode.")

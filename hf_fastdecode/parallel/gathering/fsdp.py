@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..._compat import (
-    fsdp2_groups,
-    fsdp2_state,
-    fsdp2_states_of_root,
-    fsdp2_stays_gathered,
-    is_fsdp2,
-)
+from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
 from ...errors import Unsupported
 from ...hook_roles import defining_module
 from .parameters import Gathering, Part, Place, Swaps
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _FSDP = "torch.distributed.fsdp"
 _IN_PASS = "it is called within a forward or backward pass of FSDP"
@@ -54,24 +45,12 @@ class Fsdp2(Gathering):
         groups = [group for state in {id(one): one for one in states}.values() for group in fsdp2_groups(state)]
         return () if all(map(fsdp2_stays_gathered, groups)) else (*found.values(), *groups)
 
-    @cached_property
-    def _groups(self) -> list[Any]:
-        return [unit for unit in self.units if not isinstance(unit, nn.Module)]
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "shard_process_group", None)
-        return found
-
-    @cached_property
-    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
-        found: ProcessGroup | None = getattr(self._groups[0].mesh_info, "replicate_process_group", None)
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = self._groups[0].device
-        return found
+    def __init__(self, units: tuple[Any, ...]):
+        super().__init__(units)
+        self._groups = [unit for unit in units if not isinstance(unit, nn.Module)]
+        mesh, self.device = self._groups[0].mesh_info, self._groups[0].device
+        self.group = getattr(mesh, "shard_process_group", None)
+        self.replicas = getattr(mesh, "replicate_process_group", None)
 
     def parts(self) -> list[Part]:
         found = []
@@ -157,22 +136,13 @@ class Fsdp1(Gathering):
         ]
         return (*places, *((one, "", None) for one in modules if one._parameters and one not in within))
 
-    @cached_property
-    def _handles(self) -> list[Any]:
-        return [one._handle for _, _, one in self.units if one is not None and one._handle is not None]
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        return next((handle.process_group for handle in self._handles), None)
-
-    @cached_property
-    def replicas(self) -> ProcessGroup | None:  # type: ignore[override]
-        return next((getattr(one, "_inter_node_pg", None) for _, _, one in self.units if one is not None), None)
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = self._handles[0].device
-        return found
+    def __init__(self, units: tuple[Any, ...]):
+        super().__init__(units)
+        wrappers = [one for _, _, one in units if one is not None]
+        self._handles = [one._handle for one in wrappers if one._handle is not None]
+        if self._handles:
+            self.group, self.device = self._handles[0].process_group, self._handles[0].device
+            self.replicas = getattr(wrappers[0], "_inter_node_pg", None)
 
     def parts(self) -> list[Part]:
         found = []

@@ -95,7 +95,9 @@ class Gathering(ABC):
 
     what: ClassVar[str]
     remedy: ClassVar[str]
+    group: ProcessGroup | None = None
     replicas: ProcessGroup | None = None
+    device: torch.device
 
     def __init__(self, units: tuple[Any, ...]):
         self.units = units
@@ -108,14 +110,6 @@ class Gathering(ABC):
     @abstractmethod
     def find(cls, modules: Sequence[nn.Module]) -> tuple[Any, ...]:
         """The library's objects that divide parameters of these modules in passes; empty where none does."""
-
-    @property
-    @abstractmethod
-    def group(self) -> ProcessGroup | None: ...
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
 
     @abstractmethod
     def parts(self) -> list[Part]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from ..._compat import without_gradients, zero_init_of
+from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from ...instance_methods import Change, Switch
 from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Zero3(Gathering):
@@ -29,9 +23,6 @@ class Zero3(Gathering):
     So are all of them where a user has gathered them, as TRL does for each rollout, on a GPU with room for both:
     captured steps need them where they were, and take longer than a copy to make. The hook that TRL leaves then is
     taken off too: it communicates in passes, of which each process has its own number.
-
-    DeepSpeed replaces `F.linear` in all of the process by a function with a backward pass of its own, which passes
-    without gradients do without for the time of a call: they could not run projections together.
     """
 
     what = "ZeRO-3 divides its parameters between processes, and each pass gathers them"
@@ -45,19 +36,12 @@ class Zero3(Gathering):
         """All modules, where parameters of one are divided now, or one has hooks of ZeRO-3."""
         return tuple(modules) if "deepspeed" in sys.modules and any(map(_is_divided, modules)) else ()
 
-    @property
-    def group(self) -> ProcessGroup | None:
-        found: ProcessGroup | None = getattr(self._first, "ds_process_group", None)
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        found: torch.device = zero_init_of(self._first).local_device
-        return found
-
-    @cached_property
-    def _first(self) -> Any:
-        return next((one for module in self.units for one in module._parameters.values() if _status(one)), None)
+    def __init__(self, units: tuple[Any, ...]):
+        super().__init__(units)
+        parameters = (one for module in units for one in module._parameters.values())
+        self._first = next(filter(_status, parameters), None)
+        if (group := getattr(self._first, "ds_process_group", None)) is not None:
+            self.group, self.device = group, zero_init_of(self._first).local_device
 
     def parts(self) -> list[Part]:
         found: dict[int, tuple[Any, list[tuple[nn.Module, str]]]] = {}
@@ -92,12 +76,6 @@ class Zero3(Gathering):
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        linear = without_gradients(_linear.otherwise(functional, "linear"))  # not around that of another thread's call
-        with super().gathered(), _linear.on([Change(functional, "linear", linear)]):
-            yield
-
     def put(self, swaps: Swaps) -> None:
         for module in self.units:
             for hooks, key in _hooks(module):
@@ -105,8 +83,6 @@ class Zero3(Gathering):
 
 
 _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
-
-_linear = Switch(replaces=True)
 
 
 def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
