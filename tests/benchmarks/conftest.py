@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,3 +17,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def nap(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Moves the clock, which else advances by a microsecond for each look, however busy the machine is."""
+    looks = itertools.count()
+    slept: list[float] = []
+    monkeypatch.setattr(time, "perf_counter", lambda: 1e-6 * next(looks) + sum(slept))
+    return slept.append

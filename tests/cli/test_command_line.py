@@ -209,6 +209,7 @@ def test_ctrl_c_while_python_imports(moment):
     name = {"package": "typer", "torch": "torch"}[moment]
     code = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which runs in the background ignore
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {name!r}:

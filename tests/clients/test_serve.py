@@ -172,7 +172,8 @@ def test_signals_end_the_server_without_a_word_and_without_a_folder(tmp_path):
             port = free.getsockname()[1]
         folder = tmp_path / str(code)
         folder.mkdir()
-        words = [sys.executable, "-m", "hf_fastdecode", "serve", "embedded", "--device", "cpu", "--port", str(port)]
+        words = ["env", "--default-signal=INT", sys.executable, "-m", "hf_fastdecode", "serve", "embedded"]
+        words += ["--device", "cpu", "--port", str(port)]
         environment = os.environ | {"HF_HOME": "/proc/none", "TMPDIR": str(folder)}
         servers[number] = (
             subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True),

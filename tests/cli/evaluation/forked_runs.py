@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import random
 import signal
 import socket
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from transformers.models.llama import modeling_llama  # noqa: F401  # of the embedded model
@@ -17,6 +19,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401  # of the emb
 import hf_fastdecode.api
 import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
+from hf_fastdecode.files import JsonlWriter
 
 PROMPTS = ("def double(x):\n", "# The first of a list.\n", "Write a function to add two numbers.\n")
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
@@ -47,15 +50,17 @@ def run_all(killed: str, shared: str, seen: str) -> None:
 
 
 def _kill_once_drawing(out: Path) -> None:
-    """At a moment of its own in each run."""
-    path, process = out / "samples.jsonl", _start(out, Path(os.devnull))
-    while not (path.exists() and path.stat().st_size):
-        if os.waitpid(process, os.WNOHANG)[0]:
-            return  # it failed
-        time.sleep(0.02)
-    time.sleep(random.uniform(0, 0.3))
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    """Within a line of its third batch of samples."""
+    whole, batches = JsonlWriter.write, itertools.count(1)
+
+    def write(self: JsonlWriter, records: Iterable[Any]) -> None:
+        whole(self, records := list(records))
+        if next(batches) == 3:
+            os.ftruncate(self._file.fileno(), self._file.tell() - 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(JsonlWriter, "write", write):
+        os.waitpid(_start(out, Path(os.devnull)), 0)
 
 
 def _start(out: Path, said: Path, *options: str, **variables: str) -> int:
