@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from fractions import Fraction
 from math import comb
 
@@ -23,6 +22,7 @@ from hf_fastdecode.evals.metrics import (
     powers_of_two,
 )
 
+from ..function_calls import calls_of
 from .run_folders import first_m_by_hand, pools, top_m_by_hand
 
 
@@ -150,11 +150,9 @@ def top_m_of_all(passed, scores, keys, m):
     return float(any(right for right, key in zip(passed, keys) if key in run))
 
 
-def test_a_thousand_samples_take_less_than_a_second():
+def test_a_thousand_samples_take_some_calls_each():
     columns = random_pool(1024, 700, seed=3)
-    start = time.process_time()
-    pass_at_top_m(*columns, 3)
-    assert time.process_time() - start < 1
+    assert calls_of(lambda: pass_at_top_m(*columns, 3)) < 20 * 1024
 
 
 @pytest.mark.parametrize(("most", "ns"), [(0, []), (1, [1]), (2, [1, 2]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])

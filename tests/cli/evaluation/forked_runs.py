@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,8 @@ import hf_fastdecode.api
 import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
 from hf_fastdecode.files import JsonlWriter
+
+from ...ports import place_of
 
 PROMPTS = ("def double(x):\n", "# The first of a list.\n", "Write a function to add two numbers.\n")
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
@@ -35,10 +36,7 @@ def write_prompts(beside: Path) -> Path:
 def run_all(killed: str, shared: str, seen: str) -> None:
     """Kill a run of one process, share one of prompts between two, and write what these said to a JSON file."""
     _kill_once_drawing(Path(killed))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    place["OMP_NUM_THREADS"] = "1"  # else accelerate has all cores compute, which on some CPUs rounds otherwise
+    place = place_of(2)  # on one thread: else accelerate has all cores compute, which on some CPUs rounds otherwise
     # As launchers start them; accelerate's starts a single one on a CPU.
     said = [Path(f"{seen}.{rank}") for rank in (0, 1)]
     task = ("--task", str(write_prompts(Path(shared))))

@@ -54,7 +54,6 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[tup
 
 
 @needs_weights
-@pytest.mark.timeout(400)
 def test_a_run_killed_within_a_line_goes_on_to_the_same_bytes(
     unbroken: bytes, left: tuple[Path, Path, object]
 ) -> None:
@@ -67,7 +66,6 @@ def test_a_run_killed_within_a_line_goes_on_to_the_same_bytes(
 
 
 @needs_weights
-@pytest.mark.timeout(400)
 def test_launched_processes_share_a_file_of_prompts(
     left: tuple[Path, Path, list[tuple[int, str]]], tmp_path: Path
 ) -> None:
