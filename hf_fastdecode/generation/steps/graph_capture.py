@@ -229,11 +229,9 @@ def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
 
 
-def linears(
-    inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, concurrent: bool = True
-) -> list[Tensor]:
-    """`F.linear` of one input by several weights, on CUDA concurrently if asked for."""
-    if not (concurrent and inputs.is_cuda):
+def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`F.linear` of one input by several weights, on CUDA concurrently."""
+    if not inputs.is_cuda:
         return [F.linear(inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     main = torch.cuda.current_stream(inputs.device)
     streams = [main, *branch_streams(inputs.device)[: len(weights) - 1]]
