@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hf_fastdecode.evals.sandbox import (
-    ForkedPython,
-    ForkServer,
-    LimitExceeded,
-    Limits,
-    SandboxedProcess,
-    SandboxError,
-)
+from hf_fastdecode.evals.sandbox import ForkedPython, ForkServer, LimitExceeded, Limits, SandboxedProcess, SandboxError
 from hf_fastdecode.evals.sandbox.backends import Unshare
 from hf_fastdecode.evals.sandbox.launch import Launch, View, children_of, processes_with
 from hf_fastdecode.evals.scoring.python import _IMPORTS

@@ -105,11 +105,7 @@ def test_all_alike(right):
     for samples in (1, 2, 63):
         for keys in (range(samples), [0] * samples):
             columns = ([right] * samples, [-1.0] * samples, keys)
-            for found in (
-                pass_at_top_m(*columns, 3),
-                pass_at_first_m(columns[0], keys, 3),
-                pass_at_n(columns[0]),
-            ):
+            for found in (pass_at_top_m(*columns, 3), pass_at_first_m(columns[0], keys, 3), pass_at_n(columns[0])):
                 assert list(found) == [float(right)] * samples
 
 
@@ -223,10 +219,7 @@ def test_a_seed_fixes_the_draws():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"values": []}, "at least one problem, got none"),
-        ({"values": 0.5}, "at least one problem, got none"),
-    ],
+    [({"values": []}, "at least one problem, got none"), ({"values": 0.5}, "at least one problem, got none")],
 )
 def test_errors_of_intervals(change, message):
     given = {"values": [0.5]} | change

@@ -67,13 +67,7 @@ IDS = ["101", "102", "103"]
 
 def generate(small, folder, settings=None, **options):
     return generate_samples(
-        small.model,
-        small.tokenizer,
-        small.tasks,
-        small.form,
-        settings or small.settings,
-        folder,
-        **options,
+        small.model, small.tokenizer, small.tasks, small.form, settings or small.settings, folder, **options
     )
 
 

@@ -24,12 +24,7 @@ from hf_fastdecode.evals.sandbox import (
     choose,
     python_command,
 )
-from hf_fastdecode.evals.sandbox.launch import (
-    Unconfined,
-    memory_is_exhausted,
-    usage_of,
-    view_of,
-)
+from hf_fastdecode.evals.sandbox.launch import Unconfined, memory_is_exhausted, usage_of, view_of
 
 from .processes import LIMITS, Edited, Outcome, outcome, running
 

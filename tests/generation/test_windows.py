@@ -219,8 +219,7 @@ def test_a_forced_fused_backend_refuses_a_window():
     with (
         fd.enabled(model, backend="cpu"),
         pytest.raises(
-            ValueError,
-            match=r"backend='cpu' cannot run: .* a sliding window in prefill; use backend='auto'",
+            ValueError, match=r"backend='cpu' cannot run: .* a sliding window in prefill; use backend='auto'"
         ),
     ):
         model.generate(**PROMPTS, **CALL)

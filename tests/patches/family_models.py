@@ -37,10 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
     "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "opt": ("opt", _OPT),
-    "opt-350m": (
-        "opt",
-        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False},
-    ),
+    "opt-350m": ("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False}),
     "qwen2": ("qwen2", _GATED),
     "gemma": ("gemma", {**_GATED, "head_dim": 24}),  # 96 coordinates of keys for 64 inputs
     "cohere": ("cohere", _GATED),

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    EncoderDecoderCache,
-    PreTrainedModel,
-    T5Model,
-)
+from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, PreTrainedModel, T5Model
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE

@@ -38,12 +38,7 @@ from ..structure import Structure
 
 @contextmanager
 def pass_context(
-    model: PreTrainedModel,
-    structure: Structure,
-    lengths: RowLengths,
-    *,
-    rows: int,
-    fused_rows: int,
+    model: PreTrainedModel, structure: Structure, lengths: RowLengths, *, rows: int, fused_rows: int
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
