@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
+from ..._compat import (
+    fsdp2_groups,
+    fsdp2_state,
+    fsdp2_states_of_root,
+    fsdp2_stays_gathered,
+    is_fsdp2,
+)
 from ...errors import Unsupported
 from ...hook_roles import defining_module
 from .parameters import Gathering, Part, Place, Swaps
