@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from socket import socket
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -31,7 +32,6 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 import hf_fastdecode as fd
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
-from ..ports import place_of
 from ..tiny_models import ARCHITECTURES, tiny_model_of_type
 
 _FSDP = {
@@ -316,7 +316,11 @@ def run(cases: Iterable[tuple[Callable[[Case], None], Case, list[int]]]) -> None
 
 
 def _start(body: Callable[[Case], None], case: Case) -> list[int]:
-    settings = place_of(2) | {"LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu", **LAUNCHES[case.launch][0]}
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    settings |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **LAUNCHES[case.launch][0]}
     processes = []
     for rank in range(2):
         if (process := os.fork()) == 0:
