@@ -30,7 +30,7 @@ from ..interpreter import make_faster, merging_two_at_once
 from ..ports import place_of
 from ..short_calls import share_short_calls
 
-SECONDS = 60
+SECONDS = 180
 """Time limit of a communication, after which a scenario fails that left the other processes waiting."""
 
 FEW_TOKENS = 2
