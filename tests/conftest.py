@@ -2,14 +2,17 @@
 
 import gc
 import os
+import random
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from .interpreter import make_faster
 
-settings.register_profile("tests", deadline=None)  # of an example, which takes longer where others run beside it
+# Examples take longer where others run beside them, and are the same in every run.
+settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 if not torch.cuda.is_available():
@@ -27,6 +30,14 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Let numbers be those that a test draws alone, whichever others its process ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish():

@@ -12,9 +12,7 @@ import pytest
 
 KINDS = {
     "algebra": ["attention/test_partial.py", "attention/test_forest.py"],
-    "plan": [
-        *("attention/test_plan.py", "generation/test_planning.py::test_forests_are_those_of_the_oracle"),
-    ],
+    "plan": [*("attention/test_plan.py", "generation/test_planning.py::test_forests_are_those_of_the_oracle")],
     "tables": [
         f"attention/test_step_tables.py::test_{name}"
         for name in ("nodes_alone", "tables_follow_trees_read_in_chains", "captured_steps_keep_their_tiles")

@@ -191,9 +191,7 @@ def test_a_pickled_model_is_loaded_disabled(model):
 
 def test_a_call_keeps_no_memory_alive(model):
     with fd.enabled(model):
-        cache = weakref.ref(
-            model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True)[CACHE],
-        )
+        cache = weakref.ref(model.generate(**PROMPT, **SAMPLING, return_dict_in_generate=True)[CACHE])
         gc.collect()
         assert cache() is None
 

@@ -15,10 +15,7 @@ SET_UP = {
         "3 rows wait\n",
     ),
     "none wanted": ("import logging; logging.lastResort = None; ", ""),
-    "an own place": (
-        "import logging, sys; logging.getLogger().addHandler(logging.StreamHandler(sys.stdout)); ",
-        "",
-    ),
+    "an own place": ("import logging, sys; logging.getLogger().addHandler(logging.StreamHandler(sys.stdout)); ", ""),
 }
 
 

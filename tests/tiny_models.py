@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 97
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -91,6 +87,15 @@ def tiny_model(name: str = "llama-gqa", *, seed: int = 0, **overrides: Any) -> P
     return tiny_model_of_type(model_type, seed=seed, **{**arguments, **overrides})
 
 
+def redrawn(model: PreTrainedModel, std: float) -> PreTrainedModel:
+    """The model itself, with its matrices drawn anew, of this standard deviation."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=std)
+    return model
+
+
 def tiny_model_of_type(model_type: str, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
     """The same of any architecture, by its config's arguments."""
     torch.manual_seed(seed)
@@ -99,10 +104,8 @@ def tiny_model_of_type(model_type: str, *, seed: int = 0, **arguments: Any) -> P
     model = AutoModelForCausalLM.from_config(config).eval()
     if getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # transformers 5.17 chooses sdpa, which leaves the soft cap out
+    redrawn(model, 0.15)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):  # which else weigh nothing
                 parameter.copy_(torch.linspace(-1, 3, len(parameter)))

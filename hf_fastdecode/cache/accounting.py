@@ -55,8 +55,7 @@ def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: in
     `head_dim` ``k``, `rows` ``b``, and tokens `context` ``m_c`` and `decoded` ``m_d``.
     """
     return StockShared(
-        stock=kv_heads * head_dim * rows * (context + decoded),
-        shared=kv_heads * head_dim * (context + rows * decoded),
+        stock=kv_heads * head_dim * rows * (context + decoded), shared=kv_heads * head_dim * (context + rows * decoded)
     )
 
 
@@ -166,8 +165,4 @@ class KVSizes:
         return StockShared(stored.stock, read * element_bytes)
 
 
-_OTHERS = {
-    Kind.STATE: "a state",
-    Kind.CROSS: "keys and values of another sequence",
-    Kind.OWN: "a layout of its own",
-}
+_OTHERS = {Kind.STATE: "a state", Kind.CROSS: "keys and values of another sequence", Kind.OWN: "a layout of its own"}

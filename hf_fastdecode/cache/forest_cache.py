@@ -115,12 +115,7 @@ class ForestCache(Cache):
 
     @contextmanager
     def prefilling(
-        self,
-        items: Sequence[PrefillItem],
-        rows: Tensor | None = None,
-        *,
-        divide: bool = False,
-        tensors: bool = False,
+        self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False, tensors: bool = False
     ) -> Iterator[None]:
         """Context in which a forward pass over the items' tokens fills their spans.
 

@@ -343,12 +343,7 @@ class SharedContextCache(ForestCache):
         return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """As `Cache.update`, but only within a forward pass of an enabled model.
 

@@ -43,7 +43,7 @@ MULTIMODAL: Final = {
 
 _ARCHITECTURES: Final = "hf_fastdecode.patches.architectures"
 _NEVER: Final = {
-    "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys",
+    "bitnet": "projections of bitnet round their inputs and weights, so that values are no linear function of keys"
 }
 """Model types that cannot have a slim form, with the reason."""
 

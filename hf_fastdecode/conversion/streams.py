@@ -70,12 +70,7 @@ class SlimStream(TensorStream):
     """The groups of a slim checkpoint, made of an ordinary one; `inputs` are those of a calibration pass."""
 
     def __init__(
-        self,
-        source: Checkpoint,
-        family: Family,
-        choice: PlanChoice,
-        dtype: torch.dtype,
-        inputs: dict[str, Tensor],
+        self, source: Checkpoint, family: Family, choice: PlanChoice, dtype: torch.dtype, inputs: dict[str, Tensor]
     ) -> None:
         super().__init__(source, family, dtype)
         self.inputs, self.rope = inputs, choice.rope

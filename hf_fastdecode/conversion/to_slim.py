@@ -135,11 +135,7 @@ def _require_ordinary(model: PreTrainedModel, family: Family) -> None:
 
 
 def _slim_model(
-    family: Family,
-    model: PreTrainedModel,
-    entries: list[dict[str, Any]],
-    state: Mapping[str, Tensor],
-    rope: str,
+    family: Family, model: PreTrainedModel, entries: list[dict[str, Any]], state: Mapping[str, Tensor], rope: str
 ) -> PreTrainedModel:
     """The slim form of a model, in eval mode, with its config's `entries`, one per layer.
 

@@ -54,9 +54,7 @@ class PassAtTopK(evaluate.Metric):
             citation=_CITATION,
             inputs_description=_INPUTS,
             features=Features(
-                predictions=ListOf(Value("string")),
-                references=ListOf(Value("bool")),
-                scores=ListOf(Value("float64")),
+                predictions=ListOf(Value("string")), references=ListOf(Value("bool")), scores=ListOf(Value("float64"))
             ),
         )
 

@@ -150,14 +150,7 @@ class DrawnRows:
 
 
 def draw_rows(
-    model: Any,
-    tokenizer: Any,
-    form: PromptFormat,
-    tasks: Sequence[Task],
-    count: int,
-    drawing: Drawing,
-    *,
-    seed: int,
+    model: Any, tokenizer: Any, form: PromptFormat, tasks: Sequence[Task], count: int, drawing: Drawing, *, seed: int
 ) -> DrawnRows:
     """Draw `count` samples of each task in one call, within `sharing`; torch's generators are left as they were."""
     texts = [form.prompt(task) for task in tasks]
@@ -400,12 +393,7 @@ _LOGITS: Final = 1 << 28  # elements, half a GiB in bfloat16
 
 
 def rescore_samples(
-    model: Any,
-    tokenizer: Any,
-    form: PromptFormat,
-    tasks: Sequence[Task],
-    samples: Sequence[Sample],
-    out: Path,
+    model: Any, tokenizer: Any, form: PromptFormat, tasks: Sequence[Task], samples: Sequence[Sample], out: Path
 ) -> None:
     """Write samples with the model's log-probabilities, see `rescored`.
 

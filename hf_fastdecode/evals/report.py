@@ -17,16 +17,7 @@ import numpy as np
 
 from ..errors import InputError
 from ..files import read_rows
-from .metrics import (
-    RANKERS,
-    Deduplicate,
-    Pool,
-    Ranker,
-    bootstrap_interval,
-    build_pools,
-    pass_at_ranker,
-    powers_of_two,
-)
+from .metrics import RANKERS, Deduplicate, Pool, Ranker, bootstrap_interval, build_pools, pass_at_ranker, powers_of_two
 from .records import Latency, Mode, Sample, Verdict, Way, read_samples, read_verdicts, thoughts_line
 from .run_folder import LATENCY, SAMPLES, SETTINGS, VERDICTS
 

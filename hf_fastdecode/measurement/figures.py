@@ -10,13 +10,7 @@ from typing import Any
 
 from ..files import write_whole
 
-COLOURS = {
-    "stock": "#9aa0a6",
-    "stock-static": "#5f6368",
-    "shared": "#1b7f5c",
-    "eager": "#8fc7ae",
-    "graph": "#3fa37a",
-}
+COLOURS = {"stock": "#9aa0a6", "stock-static": "#5f6368", "shared": "#1b7f5c", "eager": "#8fc7ae", "graph": "#3fa37a"}
 """The colours of ways that several figures show."""
 
 

@@ -21,10 +21,7 @@ def _sections(*sizes: int, **rope: Any) -> dict[str, Any]:
 
 
 _ROPE3 = {"text_config": _sections(2, 3, 3)}
-_OMNI_TALKER = {
-    "text_config": {**_sections(2, 3, 3), "shared_expert_intermediate_size": 96},
-    "spatial_merge_size": 2,
-}
+_OMNI_TALKER = {"text_config": {**_sections(2, 3, 3), "shared_expert_intermediate_size": 96}, "spatial_merge_size": 2}
 _VISION_IDS = {"vision_start_token_id": 120, "vision_end_token_id": 121}
 
 _SOUND = {"audio_config": {"max_source_positions": 50}}
@@ -41,10 +38,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "BltForCausalLM": {"encoder_hash_byte_group_vocab": 128, "num_hidden_layers": 2},
     "ChameleonForConditionalGeneration": {"vocabulary_map": {"<image>": 100}, "image_token_id": 100, "vq_config": _VQ},
     "CohereCompassForCausalLM": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
     "CohereCompassForConditionalGeneration": {
-        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+        "text_config": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
     },
     "CsmForConditionalGeneration": {"codec_config": _CODEC},
     "DbrxForCausalLM": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -67,7 +64,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "vq_config": {"base_channels": 32, "channel_multiplier": [1, 1], "latent_channels": 4, "codebook_size": 32},
     },
     "Ernie4_5_VLMoeForConditionalGeneration": {
-        "text_config": {**_sections(3, 3, 2), "moe_intermediate_size": [32, 32]},
+        "text_config": {**_sections(3, 3, 2), "moe_intermediate_size": [32, 32]}
     },
     "FalconH1ForCausalLM": {"mamba_d_ssm": 64},
     "FunAsrNanoForConditionalGeneration": {"adaptor_config": {"intermediate_size": 16}},
@@ -102,7 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 8, "time_step_rank": 8},
     "MiniCPM3ForCausalLM": {"scale_emb": 1, "dim_model_base": 64},
     "MllamaForConditionalGeneration": {
-        "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},  # of 64 numbers each
+        "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192}  # of 64 numbers each
     },
     "Molmo2ForConditionalGeneration": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "MoonshineStreamingForConditionalGeneration": {"num_key_value_heads": 4},
@@ -127,7 +124,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "indexer_compress_ratio": 4,
             "ngram_vocab_size_base": 128,
             "split_ngram_parts": 1,
-        },
+        }
     },
     "RecurrentGemmaForCausalLM": {"block_types": ["recurrent", "attention"]},
     "ReformerModelWithLMHead": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 32]},

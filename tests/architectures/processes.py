@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .compare import Verdict
 
-_SECONDS = 120.0
+_SECONDS = 300.0
 
 
 def verdicts_of(

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch.dispatch import estimated_costs
 
-from ..interpreter import merging_two_at_once
+from ..settings import merging_in_pairs, one_thread  # noqa: F401
 from .forests import DEVICES
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Leave the parallelism to pytest's workers: small operators on more threads than cores wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="package", autouse=True)
-def merging_in_pairs() -> Iterator[None]:
-    """Interpreted kernels take less time so."""
-    with merging_two_at_once():
-        yield
 
 
 @pytest.fixture

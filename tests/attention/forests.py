@@ -25,13 +25,7 @@ from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest, Node, Path, Span
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
 
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 DTYPE_NAMES |= {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
 LOW_AND_FULL = (torch.float32, torch.bfloat16, torch.float16)

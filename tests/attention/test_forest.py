@@ -98,12 +98,7 @@ def test_from_paths_of_its_own_paths_is_the_same_forest(paths: list[Path]) -> No
 def test_unequal_groups_below_a_shared_root() -> None:
     root, first, second, leaf = Span(0, 0, 10), Span(0, 20, 5), Span(1, 0, 7), Span(1, 30, 1)
     forest = Forest.from_paths([(root, first), (root, second, leaf), (root, second), (root, second), (root,)])
-    assert forest.nodes == (
-        Node(root, 0, 5, 0),
-        Node(first, 0, 1, 1),
-        Node(second, 1, 3, 1),
-        Node(leaf, 1, 1, 2),
-    )
+    assert forest.nodes == (Node(root, 0, 5, 0), Node(first, 0, 1, 1), Node(second, 1, 3, 1), Node(leaf, 1, 1, 2))
     assert forest.context_lengths == (15, 18, 17, 17, 10)
     assert forest.starts == ((0,) * 5, (10,) * 5, (15, 17, 17, 17, 10))
     assert forest.stored_tokens == 23

@@ -135,12 +135,7 @@ def test_an_unknown_backend_is_told_the_known_ones() -> None:
     [
         pytest.param([5, 5], 1, None, id="even"),
         pytest.param([5, 5], 3, None, id="causal"),
-        pytest.param(
-            [3, 3],
-            3,
-            None,
-            id="nothing-before-the-queries",
-        ),
+        pytest.param([3, 3], 3, None, id="nothing-before-the-queries"),
         pytest.param([5, 4], 1, None, id="ragged"),
         pytest.param([5, 5], 1, 5.0, id="softcap"),
     ],
@@ -159,13 +154,7 @@ def test_forest_attention_never_takes_another_operator_than_the_forced_one(
         pytest.param([5, 5, 5], None, "auto", "cpu", id="auto"),
         pytest.param([5, 5, 5], None, "plain", "plain", id="plain"),
         pytest.param([5, 5, 5], 5.0, "auto", "plain", id="softcap"),
-        pytest.param(
-            [5, 4, 5],
-            None,
-            "auto",
-            "plain",
-            id="ragged",
-        ),
+        pytest.param([5, 4, 5], None, "auto", "plain", id="ragged"),
     ],
 )
 def test_describe_names_the_operator_of_every_part(

@@ -15,7 +15,8 @@ from hf_fastdecode.attention.kv import Scoring, Segment
 from hf_fastdecode.attention.torch_operators.decode_ops import forest_attention
 from hf_fastdecode.cache.shared import SharedContextCache
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..generation.calls import as_in_stock
+from ..tiny_models import ragged_prompts, tiny_model
 
 
 class FlatAttention(LlamaAttention):
@@ -75,10 +76,7 @@ HOW = {"sampled": {"do_sample": True, "num_return_sequences": 4}, "beams": {"do_
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_tokens_are_those_of_stock(model: FlatLlama, how: dict) -> None:
     inputs = ragged_prompts(90, 70, shared=50)
-    stock = seeded(lambda: model.generate(**inputs, **how, max_new_tokens=12))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**inputs, **how, max_new_tokens=12)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**inputs, **how, max_new_tokens=12), "shared", min_saved_tokens=1)
 
 
 def test_a_returned_cache_goes_on(model: FlatLlama) -> None:

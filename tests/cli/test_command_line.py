@@ -209,6 +209,7 @@ def test_ctrl_c_while_python_imports(moment):
     name = {"package": "typer", "torch": "torch"}[moment]
     code = f"""
 import os, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which runs in the background ignore
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
         if name == {name!r}:
@@ -227,11 +228,7 @@ def test_streams_that_are_closed_or_full():
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
-    assert told(">&-", "--version") == (
-        2,
-        "",
-        "hf-fastdecode: stdout is closed; send it to a file, or to /dev/null\n",
-    )
+    assert told(">&-", "--version") == (2, "", "hf-fastdecode: stdout is closed; send it to a file, or to /dev/null\n")
     full = "hf-fastdecode: cannot write the output: No space left on device; free space, or send it elsewhere\n"
     assert told(">/dev/full", "--version") == (2, "", full)
     assert told(">/dev/full", "generate", "--help") == (2, "", full)

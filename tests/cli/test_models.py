@@ -64,11 +64,7 @@ def broken(checkpoint: Path, folder: Path, config: dict, change: Callable[[dict]
 @pytest.mark.parametrize(
     ("config", "lost", "message"),
     [
-        (
-            {"hidden_size": 64, "head_dim": 16},
-            (),
-            r"wants lm_head.weight of shape \[\d+, 64\], .* holds \[\d+, 32\]",
-        ),
+        ({"hidden_size": 64, "head_dim": 16}, (), r"wants lm_head.weight of shape \[\d+, 64\], .* holds \[\d+, 32\]"),
         ({"num_hidden_layers": 3}, (), r"lacks model.layers.2.input_layernorm.weight \(and 8 more like it\)"),
         ({}, ("model.norm.weight",), r"lacks model.norm.weight, which its config wants"),
     ],

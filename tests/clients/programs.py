@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from socket import socket
 from time import sleep
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel, set_seed
 import hf_fastdecode as fd
 from hf_fastdecode.assets import SEPARATOR, embedded_tasks, few_shot_prompt
 
+from ..ports import free_port
 from .recording import Calls, recorded
 
 PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -216,10 +216,7 @@ def _conversation(work: Work) -> list[str]:
 def _serve(folder: Path, work: Work) -> Any:
     from transformers.cli.serve import Serve
 
-    with socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    return Serve(force_model=str(folder), device="cpu", port=port, non_blocking=True)
+    return Serve(force_model=str(folder), device="cpu", port=free_port(), non_blocking=True)
 
 
 def _model_of_serve(server: Any) -> PreTrainedModel:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from socket import socket
 
 from ..fresh_processes import run_fresh
+from ..ports import place_of
 
 # Apart from other programs, which would import it where it is found.
 DEEPSPEED = Path(sys.prefix) / "deepspeed"
@@ -215,11 +215,7 @@ else:
 
 
 def run_code(code: str, world_size: int) -> None:
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    settings = {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    settings |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    settings = place_of(world_size) | {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0"}
     done = run_fresh(f"import sys; sys.path.append({str(DEEPSPEED)!r})\n{START}{code}", **settings)
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -129,10 +129,7 @@ def test_a_model_of_ones_own_is_enabled():
     ("words", "message"),
     [
         ("--tasks nosuchtask", "lm-eval: Tasks not found: nosuchtask; `hf-fastdecode lm-eval ls tasks` lists them"),
-        (
-            "--tasks embedded --batch_size x",
-            "--batch_size must be a whole number of at least 1, auto or ",
-        ),
+        ("--tasks embedded --batch_size x", "--batch_size must be a whole number of at least 1, auto or "),
         ("--tasks embedded --model_args pretrained=./nosuch", "there is no file or folder ./nosuch; name one"),
         ("--tasks embedded --model_args dtype=float3", "--dtype must be one of auto, float32 (fp32), "),
     ],

@@ -32,11 +32,7 @@ METHODS: dict[str, tuple[dict, str | None, str | None]] = {
     "BOFT": (_PROJECTIONS, None, None),
     "C3A": ({**_PROJECTIONS, "block_size": 16}, None, None),
     "CARTRIDGE": (_VIRTUAL, _BRINGS_KEYS, _BRINGS_KEYS),
-    "CPT": (
-        {"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 2, 4]},
-        _PADDED,
-        None,
-    ),
+    "CPT": ({"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 2, 4]}, _PADDED, None),
     "DEFT": (_PROJECTIONS, None, None),
     "DELORA": (_PROJECTIONS, None, None),
     "FOURIERFT": (_PROJECTIONS, None, None),

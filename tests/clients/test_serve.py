@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from hf_fastdecode import api
 from hf_fastdecode.cli.programs import run_server
 from hf_fastdecode.errors import InputError
 
+from ..ports import free_port
 from .programs import Work, save_adapter, saved_model
 
 WORK = Work()
@@ -167,12 +167,10 @@ def test_signals_end_the_server_without_a_word_and_without_a_folder(tmp_path):
     """The embedded model is copied to a folder of the process where the cache cannot be written to."""
     servers = {}
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        folder = tmp_path / str(code)
+        port, folder = free_port(), tmp_path / str(code)
         folder.mkdir()
-        words = [sys.executable, "-m", "hf_fastdecode", "serve", "embedded", "--device", "cpu", "--port", str(port)]
+        words = ["env", "--default-signal=INT", sys.executable, "-m", "hf_fastdecode", "serve", "embedded"]
+        words += ["--device", "cpu", "--port", str(port)]
         environment = os.environ | {"HF_HOME": "/proc/none", "TMPDIR": str(folder)}
         servers[number] = (
             subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True),

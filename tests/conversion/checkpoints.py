@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_fastdecode.assets import MODEL_PATH
 
+from ..tiny_models import redrawn
+
 LAYERS = 3
 VOCABULARY = len(AutoTokenizer.from_pretrained(MODEL_PATH))
 
@@ -30,11 +32,7 @@ def save_multi_head(folder: Path, dtype: torch.dtype = torch.float32, **override
         "pad_token_id": tokenizer.pad_token_id,
     }
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**fields, **overrides}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
+    model = redrawn(LlamaForCausalLM(LlamaConfig(**{**fields, **overrides})), 0.2)
     return saved(model.to(dtype), folder, max_shard_size="100KB")
 
 

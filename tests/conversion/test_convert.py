@@ -14,13 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_fastdecode import model_names
 from hf_fastdecode.conversion import convert
@@ -30,7 +24,7 @@ from hf_fastdecode.conversion.convert import Settings, VerificationError, conver
 from hf_fastdecode.conversion.families import UnconvertibleError
 from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.shards import ShardWriter
-from hf_fastdecode.conversion.source import Checkpoint, find_checkpoint
+from hf_fastdecode.conversion.source import find_checkpoint
 from hf_fastdecode.conversion.streams import SlimStream
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.errors import InputError
@@ -420,8 +414,3 @@ def test_weights_in_torch_files(hub: Path, tmp_path: Path) -> None:
 def test_no_such_repository(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no folder user/none, the .* Hub is not reachable, .*; name a local folder"):
         find_checkpoint("user/none", lambda config: None)
-
-
-def test_no_config(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no .*config\.json; name a folder saved with save_pretrained"):
-        Checkpoint(tmp_path)

@@ -59,11 +59,13 @@ def run_python(request: pytest.FixtureRequest) -> Iterator[Callable[..., Outcome
     name, _, forks = request.param.partition("-")
     if forks:
         with chosen_to_fork(name).fork_server(ANY) as found:
-            yield lambda source, limits=LIMITS: outcome(lambda: found.fork(limits), source.encode())
+            yield lambda source, limits=LIMITS, **options: outcome(
+                lambda: found.fork(limits), source.encode(), **options
+            )
     else:
         (command, readable), sandbox = python_command(), chosen(name)
-        yield lambda source, limits=LIMITS: outcome(
-            lambda: sandbox.popen([*command, "-c", source], readable=readable, limits=limits)
+        yield lambda source, limits=LIMITS, **options: outcome(
+            lambda: sandbox.popen([*command, "-c", source], readable=readable, limits=limits), **options
         )
 
 

@@ -104,7 +104,7 @@ class Scripted(AbstractContextManager):
 
 
 PYTHON_LIMITS = Limits(
-    cpu_seconds=1, wall_seconds=5, memory_bytes=256 << 20, address_bytes=1 << 30, output_bytes=1 << 20
+    cpu_seconds=1, wall_seconds=30, memory_bytes=256 << 20, address_bytes=1 << 30, output_bytes=1 << 20
 )
 
 
@@ -132,7 +132,7 @@ def end_runners() -> None:
     _RUNNERS.close()
 
 
-MBXP_LIMITS = Limits(cpu_seconds=3.0, wall_seconds=10.0, memory_bytes=1 << 30, output_bytes=1 << 20)
+MBXP_LIMITS = Limits(cpu_seconds=3.0, wall_seconds=30.0, memory_bytes=1 << 30, output_bytes=1 << 20)
 
 JAVA_TESTS = """
 

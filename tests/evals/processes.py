@@ -11,14 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hf_fastdecode.evals.sandbox import (
-    ForkedPython,
-    ForkServer,
-    LimitExceeded,
-    Limits,
-    SandboxedProcess,
-    SandboxError,
-)
+from hf_fastdecode.evals.sandbox import ForkedPython, ForkServer, LimitExceeded, Limits, SandboxedProcess, SandboxError
 from hf_fastdecode.evals.sandbox.backends import Unshare
 from hf_fastdecode.evals.sandbox.launch import Launch, View, children_of, processes_with
 from hf_fastdecode.evals.scoring.python import _IMPORTS
@@ -42,8 +35,10 @@ class Outcome:
     cpu_seconds: float = 0.0
 
 
-def outcome(start: Callable[[], SandboxedProcess], stdin: bytes = b"") -> Outcome:
-    """Run a program to its end."""
+def outcome(
+    start: Callable[[], SandboxedProcess], stdin: bytes = b"", after_output: tuple[float, float] | None = None
+) -> Outcome:
+    """Run a program to its end; from its first output on, within these seconds of CPU time and of the clock."""
     try:
         process = start()
     except SandboxError as error:
@@ -55,6 +50,8 @@ def outcome(start: Callable[[], SandboxedProcess], stdin: bytes = b"") -> Outcom
                 process.send(stdin)
             process.close_input()
             while data := process.receive():
+                if after_output and not output:
+                    process.renew(*after_output)
                 output += data
             code = process.wait()
         except LimitExceeded as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from fractions import Fraction
 from math import comb
 
@@ -23,6 +22,7 @@ from hf_fastdecode.evals.metrics import (
     powers_of_two,
 )
 
+from ..function_calls import calls_of
 from .run_folders import first_m_by_hand, pools, top_m_by_hand
 
 
@@ -105,11 +105,7 @@ def test_all_alike(right):
     for samples in (1, 2, 63):
         for keys in (range(samples), [0] * samples):
             columns = ([right] * samples, [-1.0] * samples, keys)
-            for found in (
-                pass_at_top_m(*columns, 3),
-                pass_at_first_m(columns[0], keys, 3),
-                pass_at_n(columns[0]),
-            ):
+            for found in (pass_at_top_m(*columns, 3), pass_at_first_m(columns[0], keys, 3), pass_at_n(columns[0])):
                 assert list(found) == [float(right)] * samples
 
 
@@ -150,11 +146,9 @@ def top_m_of_all(passed, scores, keys, m):
     return float(any(right for right, key in zip(passed, keys) if key in run))
 
 
-def test_a_thousand_samples_take_less_than_a_second():
+def test_a_thousand_samples_take_some_calls_each():
     columns = random_pool(1024, 700, seed=3)
-    start = time.process_time()
-    pass_at_top_m(*columns, 3)
-    assert time.process_time() - start < 1
+    assert calls_of(lambda: pass_at_top_m(*columns, 3)) < 20 * 1024
 
 
 @pytest.mark.parametrize(("most", "ns"), [(0, []), (1, [1]), (2, [1, 2]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])])
@@ -225,10 +219,7 @@ def test_a_seed_fixes_the_draws():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"values": []}, "at least one problem, got none"),
-        ({"values": 0.5}, "at least one problem, got none"),
-    ],
+    [({"values": []}, "at least one problem, got none"), ({"values": 0.5}, "at least one problem, got none")],
 )
 def test_errors_of_intervals(change, message):
     given = {"values": [0.5]} | change

@@ -16,10 +16,7 @@ from hf_fastdecode.files import JsonlWriter, read_jsonl
 
 from .example_tasks import JAVA, JAVASCRIPT, MBPP, PYTHON
 
-RECORDS = [
-    Sample("MBPP/1", 0, 'x = "\n\u2028é\ud83d"', 3, -1.25),
-    Sample("<b>", 1, "", None, None),
-]
+RECORDS = [Sample("MBPP/1", 0, 'x = "\n\u2028é\ud83d"', 3, -1.25), Sample("<b>", 1, "", None, None)]
 
 
 def append(path, *records):
@@ -71,21 +68,9 @@ def test_empty_lines_and_further_fields(tmp_path):
         ('{"index": 1, "completion": ""}\n', read_samples, "task_id of a sample must be a text, got only 'compl"),
         ('{"task_id": "1", "index": 1}\n', read_verdicts, "status of a verdict must be a text, got only"),
         ('{"task_id": "1", "index": 1, "status": "ok"}\n', read_verdicts, "got 'ok' for sample 1 of task '1'"),
-        (
-            '{"task_id": 1, "index": 0, "completion": ""}\n',
-            read_samples,
-            "task_id of a .* a text, got 1",
-        ),
-        (
-            '{"task_id": "1", "index": "0", "completion": ""}\n',
-            read_samples,
-            "index of a .* a whole number, got '0'",
-        ),
-        (
-            '{"task_id": "1", "index": 0, "completion": 5}\n',
-            read_samples,
-            "completion of a .* a text",
-        ),
+        ('{"task_id": 1, "index": 0, "completion": ""}\n', read_samples, "task_id of a .* a text, got 1"),
+        ('{"task_id": "1", "index": "0", "completion": ""}\n', read_samples, "index of a .* a whole number, got '0'"),
+        ('{"task_id": "1", "index": 0, "completion": 5}\n', read_samples, "completion of a .* a text"),
         (
             '{"task_id": "1", "index": 0, "completion": "", "tokens": 1, "sum_logp": "-1"}\n',
             read_samples,
@@ -103,11 +88,7 @@ def test_empty_lines_and_further_fields(tmp_path):
             read_samples,
             r"line 2: expected a JSON object, got '\{\"completion\": \"x+ \.\.\.; mend or delete that line$",
         ),
-        (
-            '\n{"task_id": "1", "index": 0, "completion": 5}\n',
-            read_samples,
-            "line 2: completion .*; mend or",
-        ),
+        ('\n{"task_id": "1", "index": 0, "completion": 5}\n', read_samples, "line 2: completion .*; mend or"),
     ],
 )
 def test_errors_name_file_line_and_remedy(tmp_path, text, read, message):

@@ -6,7 +6,6 @@ import os
 import secrets
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.exhaustive
 
 LIMITS = Limits(
     cpu_seconds=0.6,
-    wall_seconds=1.5,
+    wall_seconds=15,
     memory_bytes=256 << 20,
     address_bytes=1 << 30,
     file_bytes=8 << 20,
@@ -124,11 +123,10 @@ def test_a_new_interpreter_for_each_withstands(any_sandbox: Sandbox, name: str, 
 def attack(sandbox: Sandbox, name: str, host: Host) -> None:
     """Check a hostile program, and an ordinary one before and after it."""
     program, statuses = PROGRAMS[name]
-    start = time.monotonic()
     # A slow machine takes longer to write so much memory than programs may run.
-    limits = replace(LIMITS, cpu_seconds=10, wall_seconds=15) if statuses == {"memory"} else LIMITS
-    if name == "answers-that-collide":  # CPU time decides, which takes longer on a busy machine
-        limits = replace(LIMITS, wall_seconds=15)
+    limits = replace(LIMITS, cpu_seconds=10) if statuses == {"memory"} else LIMITS
+    if "timeout" in statuses and name != "answers-that-collide":  # of that one, CPU time decides
+        limits = replace(LIMITS, wall_seconds=5)
     with PythonRunner(sandbox, limits) as runner:
         before = runner.check(NOTICING, leaving.NOTICES)
         result = runner.check(secret_task(), host.program(program))
@@ -137,7 +135,6 @@ def attack(sandbox: Sandbox, name: str, host: Host) -> None:
     assert (before.status, before.outputs != "") == ("pass", True), before
     assert (after, after.outputs) == (before, before.outputs)
     assert host.harm() == []
-    assert time.monotonic() - start < 20
 
 
 def test_the_search_finds_what_is_in_reach(any_sandbox: Sandbox, host: Host) -> None:

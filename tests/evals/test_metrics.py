@@ -257,10 +257,7 @@ def test_defaults_and_batches(metric):
     for texts, passed, scores in zip(TEXTS, PASSED, SCORES):
         metric.add(prediction=texts, reference=passed, scores=scores)
     found = metric.compute()
-    assert list(found) == [
-        *("pass@1", "pass@2", "pass@4"),
-        *("pass@top3 of 1", "pass@top3 of 2", "pass@top3 of 4"),
-    ]
+    assert list(found) == [*("pass@1", "pass@2", "pass@4"), *("pass@top3 of 1", "pass@top3 of 2", "pass@top3 of 4")]
     assert found == metric.compute(predictions=TEXTS, references=PASSED, scores=SCORES, k=3)
 
 

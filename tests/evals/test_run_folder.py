@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -66,13 +67,7 @@ IDS = ["101", "102", "103"]
 
 def generate(small, folder, settings=None, **options):
     return generate_samples(
-        small.model,
-        small.tokenizer,
-        small.tasks,
-        small.form,
-        settings or small.settings,
-        folder,
-        **options,
+        small.model, small.tokenizer, small.tasks, small.form, settings or small.settings, folder, **options
     )
 
 
@@ -323,16 +318,28 @@ def done(folder: Path) -> list[int]:
     return [line["item"] for line in Lines(lambda: part_files(folder / "work.jsonl")).new()]
 
 
-def do_all(folder: Path, count: int, seconds: float) -> None:
+def do_all(folder: Path, count: int, begin: Callable[[], object]) -> None:
     whole, held = folder / "work.jsonl", InputError("held")
     with work(whole, count, lambda item: item in done(folder), shared=True, held=held) as (file, items):
         for item in items:
-            time.sleep(seconds)
+            begin()
             file.write([{"item": item, "by": os.getpid()}])
 
 
+def meeting(count: int) -> Callable[[], None]:
+    """Called for the first time in a process, it waits until so many processes have called it."""
+    barrier, met = multiprocessing.get_context("fork").Barrier(count), []
+
+    def meet() -> None:
+        if not met:
+            met.append(barrier.wait(60))
+
+    return meet
+
+
 def test_processes_share_all_items(tmp_path: Path) -> None:
-    processes = [started(lambda: do_all(tmp_path, 12, 0.02)) for _ in range(3)]
+    meet = meeting(3)
+    processes = [started(lambda: do_all(tmp_path, 12, meet)) for _ in range(3)]
     for process in processes:
         os.waitpid(process, 0)
     assert sorted(done(tmp_path)) == list(range(12))
@@ -340,11 +347,11 @@ def test_processes_share_all_items(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_had_claimed_is_done_by_another(tmp_path: Path) -> None:
-    stuck = started(lambda: do_all(tmp_path, 3, 60))
-    while not (tmp_path / ".work.jsonl.claims").exists() or not part_files(tmp_path / "work.jsonl"):
+    claimed = tmp_path / "claimed"
+    stuck = started(lambda: do_all(tmp_path, 3, lambda: (claimed.touch(), signal.pause())))
+    while not claimed.exists():
         time.sleep(0.01)
-    time.sleep(0.1)
-    other = started(lambda: do_all(tmp_path, 3, 0))
+    other = started(lambda: do_all(tmp_path, 3, lambda: None))
     while len(done(tmp_path)) < 2:
         time.sleep(0.01)
     assert sorted(done(tmp_path)) == [1, 2], "the first item is claimed"
@@ -389,16 +396,16 @@ def test_processes_share_a_scoring(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(scoring, "_PROGRAMS_AT_ONCE", 2)
     tasks = [Task("a", "python", "", "", ("assert f() == 1",))]
     samples = [Sample("a", index, f"def f(): return {index % 5}") for index in range(20)]
-    path = tmp_path / "out.jsonl"
+    path, meet = tmp_path / "out.jsonl", meeting(2)
 
-    def score_slowly(by_id, part, **options):
+    def score_in_each(by_id, part, **options):
         from hf_fastdecode.evals.records import Verdict
 
-        time.sleep(0.2)
+        meet()
         (tmp_path / f"by-{os.getpid()}-{part[0].index}").touch()
         return [Verdict(one.task_id, one.index, "pass" if one.index % 5 == 1 else "fail") for one in part]
 
-    monkeypatch.setattr(scoring, "score", score_slowly)
+    monkeypatch.setattr(scoring, "score", score_in_each)
     processes = [
         started(lambda: scoring.judge(tasks, samples, path, sandbox=None, workers=1, shared=True)) for _ in range(2)
     ]

@@ -31,7 +31,7 @@ from ..architectures.compare import Verdict
 from ..architectures.overrides import INPUTS, OVERRIDES
 from ..architectures.processes import verdicts_of
 from ..architectures.shrink import shrunken
-from ..tiny_models import ragged_prompts
+from ..tiny_models import ragged_prompts, redrawn
 from .comparison import Outcome, exact_of, faults, gradients, in_doubles, projection, report_of, sharing
 
 _SHARED = 26
@@ -70,11 +70,7 @@ def tiny_model_of(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = shrunken(kind.config_class, of_family)
     config.num_labels, config.get_text_config().pad_token_id = _LABELS, 0
-    model = kind(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
+    model = redrawn(kind(config).eval(), 0.15)
     classes.lively_norms(model)
     return model
 

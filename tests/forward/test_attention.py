@@ -18,15 +18,8 @@ from hf_fastdecode.forward.attention import attend
 from hf_fastdecode.forward.nodes import Node, Tree
 from hf_fastdecode.kernels.prefill import api
 
+from ..attention.forests import DEVICES
 from ..generation.fused.half_models import Counted
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
 
 TREES = {
     "samples of a prompt": [(163, -1), (20, 0), (1, 0), (65, 0), (20, 0)],
@@ -262,7 +255,6 @@ def test_the_prefill_kernel_interpreted(name: str, scoring: str, monkeypatch: py
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [None, 11])
 def test_flash_attention_where_the_kernel_fails(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Inputs(all_trees()["chains"], Scoring(0.3, window=window))
@@ -323,7 +315,6 @@ def test_only_inputs_and_results_are_saved(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_layers_after_the_first_do_not_wait_for_the_gpu() -> None:
     inputs = Inputs(all_trees()["chains"], Scoring(0.3))
     leaves = [part.to("cuda", torch.bfloat16).requires_grad_() for part in inputs.tensors]

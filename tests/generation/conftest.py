@@ -1,10 +1,8 @@
-from collections.abc import Iterator
-
 import pytest
 
 from hf_fastdecode.generation.steps import modes
 
-from ..interpreter import merging_two_at_once
+from ..settings import merging_in_pairs  # noqa: F401
 from ..tiny_models import tiny_model
 
 
@@ -17,10 +15,3 @@ def model():
 def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let captured modes run where kernels are interpreted."""
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-
-
-@pytest.fixture(scope="package", autouse=True)
-def merging_in_pairs() -> Iterator[None]:
-    """Interpreted kernels take less time so."""
-    with merging_two_at_once():
-        yield

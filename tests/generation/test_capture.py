@@ -13,6 +13,7 @@ from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep, bucket
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .calls import as_in_stock
 from .uncaptured import SAMPLING, SMALL, on_the_cpu
 
 pytest.importorskip("triton")
@@ -21,7 +22,7 @@ SMALL_GPT2 = {"n_layer": 1, "n_head": 2}
 
 def test_buckets():
     assert [bucket(rows) for rows in (1, 2, 3, 5, 64, 65, 128, 129, 192, 193, 257, 385, 520, 1000, 1025)] == [
-        *(1, 2, 4, 8, 64, 128, 128, 192, 192, 256, 320, 448, 640, 1024, 1280),
+        *(1, 2, 4, 8, 64, 128, 128, 192, 192, 256, 320, 448, 640, 1024, 1280)
     ]
 
 
@@ -96,10 +97,7 @@ def test_rows_go_on_in_the_captured_steps_of_more(uncaptured, monkeypatch, mode,
     model = tiny_model(**SMALL)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
     call |= {"num_return_sequences": 2, "eos_token_id": list(range(3, 20)), "max_new_tokens": 16}
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode=mode, backend="triton"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(model, lambda: model.generate(**call), mode=mode, backend="triton")
     assert (report.mode, report.waves, report.captures) == ("graph", 0, 1)
     assert len(sizes) == 2
 
@@ -148,7 +146,4 @@ def test_a_few_steps_do_not_pay_for_a_capture(uncaptured, monkeypatch):
 def test_one_row_is_captured_too(uncaptured):
     model = tiny_model(**SMALL)
     call = ragged_prompts(60) | SAMPLING | {"num_return_sequences": 1}
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**call), "shared", mode="graph", backend="triton")

@@ -17,7 +17,7 @@ from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps import captured_prefill, prefill_passes
 
 from ..patches.encoder_decoder_models import encoder_decoder, encoder_decoder_pair, read_by
-from ..tiny_models import seeded
+from ..tiny_models import redrawn, seeded
 from .uncaptured import on_the_cpu
 
 pytest.importorskip("triton")
@@ -40,11 +40,7 @@ def whisper():
     sizes |= {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 16}
     ends = {"eos_token_id": 90, "pad_token_id": 90, "bos_token_id": 90, "decoder_start_token_id": 91}
     config = WhisperConfig(vocab_size=97, max_source_positions=11, max_target_positions=32, **sizes, **ends)
-    model = WhisperForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.25)
+    model = redrawn(WhisperForConditionalGeneration(config).eval(), 0.25)
     settings = {"is_multilingual": True, "no_timestamps_token_id": 94, "lang_to_id": {"<|en|>": 92}}
     settings |= {"task_to_id": {"transcribe": 93}, "suppress_tokens": [90, 95, 96], "begin_suppress_tokens": None}
     for name, value in (ends | settings).items():

@@ -139,10 +139,7 @@ class Mine(TopPLogitsWarper):
     [
         ([Mine(0.9)], "Mine is not among"),
         ([lambda ids, scores: scores], "function is not among"),
-        (
-            [TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.8)],
-            "TemperatureLogitsWarper comes after TopP",
-        ),
+        ([TopPLogitsWarper(0.9), TemperatureLogitsWarper(0.8)], "TemperatureLogitsWarper comes after TopP"),
         ([TopPLogitsWarper(0.9), TopPLogitsWarper(0.8)], "TopPLogitsWarper comes after TopPLogitsWarper"),
         ([TopPLogitsWarper(0.9, filter_value=-1e4)], "TopPLogitsWarper has filter_value=-10000.0"),
         ([TopKLogitsWarper(5, filter_value=-1e4)], "TopKLogitsWarper has filter_value=-10000.0"),

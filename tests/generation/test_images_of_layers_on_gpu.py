@@ -10,6 +10,7 @@ import torch
 import hf_fastdecode as fd
 
 from ..tiny_models import seeded
+from .calls import as_in_stock
 from .mllama_calls import BEAMS, SAMPLES, mllama, prompts
 
 pytestmark = pytest.mark.gpu
@@ -31,10 +32,7 @@ def on_gpu(model, dtype, given):
 @pytest.mark.parametrize("given", ON_GPU.values(), ids=ON_GPU)
 def test_tokens_are_stocks_in_float32(cpu_model, given, call):
     model, inputs = on_gpu(cpu_model, torch.float32, given)
-    stock = seeded(lambda: model.generate(**inputs, **call))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**inputs, **call)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**inputs, **call), "shared", min_saved_tokens=1)
 
 
 def test_captured_samples_are_those_of_eager_steps(cpu_model):

@@ -13,6 +13,7 @@ from hf_fastdecode._compat import CACHE
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
 from ..tiny_models import seeded
+from .calls import as_in_stock
 
 pytestmark = pytest.mark.gpu
 CLASSES = ["Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Gemma3ForConditionalGeneration"]
@@ -34,10 +35,7 @@ def on_gpu(model, dtype, *prompts):
 @pytest.mark.parametrize("call", [SAMPLES, {"num_beams": 3, "do_sample": False, "max_new_tokens": 16}])
 def test_tokens_are_stocks_in_float32(each, call):
     model, inputs = on_gpu(each, torch.float32)
-    stock = seeded(lambda: model.generate(**inputs, **call))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**inputs, **call)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**inputs, **call), "shared", min_saved_tokens=1)
 
 
 def test_captured_steps_draw_what_eager_ones_do(each):

@@ -16,7 +16,7 @@ from hf_fastdecode.attention.torch_operators.operators import BackendError
 from hf_fastdecode.generation.prompts import packed
 
 from ..tiny_models import ragged_prompts
-from .calls import seeded
+from .calls import as_in_stock, seeded
 
 PROMPT = ragged_prompts(90)
 SAMPLING = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 6}
@@ -64,10 +64,7 @@ def test_enable_is_silent_with_a_tested_release(model, caplog):
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["sample", "beams"])
 def test_calls_that_work_are_shared(model, newer, loop):
-    stock = seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop))
-    with fd.enabled(model):
-        assert torch.equal(seeded(lambda: model.generate(**PROMPT, **SAMPLING | loop)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**PROMPT, **SAMPLING | loop), "shared")
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=["sample", "beams"])

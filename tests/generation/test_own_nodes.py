@@ -23,11 +23,12 @@ from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.captures import Captures
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .calls import as_in_stock
+from .uncaptured import on_the_cpu
 
 pytest.importorskip("triton")
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 CALL = {"do_sample": True, "top_k": 0, "num_return_sequences": 2, "max_new_tokens": 10}
-on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
 @pytest.fixture
@@ -84,10 +85,8 @@ def test_rows_that_leave(mode, short_steps, monkeypatch):
     monkeypatch.setattr(modes, "_STEPS_OF_A_CAPTURE", 0)
     model = tiny_model(**SMALL)
     call = ragged_prompts(21, 17, shared=14) | CALL | {"eos_token_id": list(range(3, 16)), "max_new_tokens": 12}
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.compactions >= 1
+    report = as_in_stock(model, lambda: model.generate(**call), mode=mode, backend="triton", min_saved_tokens=1)
+    assert report.compactions >= 1
     assert 4 in own_lengths(short_steps)
 
 
@@ -115,9 +114,7 @@ def test_windows_keep_their_suffixes(short_steps):
     """A window's suffix kernel reads no more than the window, however long the suffix is."""
     model = tiny_model("mistral", num_hidden_layers=1, sliding_window=12)
     call = ragged_prompts(21) | CALL
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    as_in_stock(model, lambda: model.generate(**call), mode="graph", backend="triton", min_saved_tokens=1)
     assert own_lengths(short_steps) in ([], [0])
 
 

@@ -19,11 +19,11 @@ from hf_fastdecode.generation.structure import Structure
 
 from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
+from .uncaptured import on_the_cpu
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 3}
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 # The kernels are interpreted, and take float32 then.
-on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hf_fastdecode.generation.steps.modes import EagerSteps
 
 from ..architectures.classes import tiny_model_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .calls import tokens_embedded
+from .calls import as_in_stock, tokens_embedded
 from .uncaptured import SMALL, on_the_cpu
 
 PROMPTS = ragged_prompts(70, 60, 66, 50, shared=40)
@@ -99,9 +99,7 @@ def test_rows_that_outgrow_memory_wait_and_begin_anew(model, monkeypatch):
         return tokens < 7 or cache.rows < 4
 
     monkeypatch.setattr(refill, "suffixes_may_grow", may_grow)
-    stock = model.generate(**distinct(8), **GREEDY)
-    with fd.enabled(model, max_rows=5):
-        assert torch.equal(model.generate(**distinct(8), **GREEDY), stock)
+    as_in_stock(model, lambda: model.generate(**distinct(8), **GREEDY), max_rows=5)
     assert max(asked) == 5 > min(asked)
 
 
@@ -117,10 +115,7 @@ def test_memory_that_runs_out_all_the_same(model, monkeypatch):
         return feed(self, ids, positions)
 
     monkeypatch.setattr(EagerSteps, "feed", failing)
-    stock = model.generate(**distinct(8), **GREEDY)
-    with fd.enabled(model, max_rows=5):
-        assert torch.equal(model.generate(**distinct(8), **GREEDY), stock)
-        assert fd.explain(model).last_call.rows_at_once == 3
+    assert as_in_stock(model, lambda: model.generate(**distinct(8), **GREEDY), max_rows=5).rows_at_once == 3
 
 
 def test_the_sampling_kernel_draws_as_for_all_rows_at_once(model):
@@ -148,10 +143,7 @@ def test_the_sampling_kernel_draws_as_for_all_rows_at_once(model):
 )
 def test_why_waiting_rows_run_in_waves(model, extra, reason):
     arguments = GREEDY | {"max_new_tokens": 4} | extra
-    stock = seeded(lambda: model.generate(**PROMPTS, **arguments))
-    with fd.enabled(model, max_rows=3):
-        assert torch.equal(seeded(lambda: model.generate(**PROMPTS, **arguments)), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(model, lambda: model.generate(**PROMPTS, **arguments), max_rows=3)
     assert (report.waves, report.waves_reason) == (2, reason)
     assert f"rows at once: 3 of 4, in waves: {reason}" in str(report.lines())
 
@@ -162,10 +154,9 @@ def test_captured_steps_go_on_with_other_rows(uncaptured, monkeypatch):
     pytest.importorskip("triton")
     model, prompts = tiny_model("llama-gqa", **SMALL), distinct(7)
     arguments = GREEDY | {"max_new_tokens": 7, "eos_token_id": list(range(3, 30))}
-    stock = model.generate(**prompts, **arguments)
-    with fd.enabled(model, mode="graph", backend="triton", max_rows=4):
-        assert torch.equal(model.generate(**prompts, **arguments), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(
+        model, lambda: model.generate(**prompts, **arguments), mode="graph", backend="triton", max_rows=4
+    )
     assert (report.mode, report.refilled) == ("graph", 3)
     assert report.captures <= 2
 
@@ -221,8 +212,7 @@ def test_waiting_rows_that_outgrow_a_window(uncaptured):
         ragged_prompts(44, 45, 60, 61, shared=40),
     )
     arguments = GREEDY | {"max_new_tokens": 7, "eos_token_id": list(range(3, 30))}
-    stock = model.generate(**prompts, **arguments)
-    with fd.enabled(model, mode="graph", backend="triton", max_rows=2):
-        assert torch.equal(model.generate(**prompts, **arguments), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(
+        model, lambda: model.generate(**prompts, **arguments), mode="graph", backend="triton", max_rows=2
+    )
     assert (report.mode, report.refilled) == ("graph", 2)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessor, WhisperConfig, WhisperForConditionalGe
 
 import hf_fastdecode as fd
 
-from ..tiny_models import seeded
+from ..tiny_models import redrawn, seeded
 
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the model lies on the CPU: kernels are interpreted"
@@ -47,11 +47,7 @@ def model():
         **_TOKENS_OF_CONFIG,
         **_SIZES,
     )
-    model = WhisperForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.25)
+    model = redrawn(WhisperForConditionalGeneration(config).eval(), 0.25)
     settings = {"is_multilingual": True, "no_timestamps_token_id": 106, "max_initial_timestamp_index": 10}
     settings |= {"lang_to_id": {"<|en|>": 102, "<|de|>": 103}, "task_to_id": {"transcribe": 104}}
     settings |= {"suppress_tokens": None, "begin_suppress_tokens": None, "forced_decoder_ids": None, "max_length": 20}

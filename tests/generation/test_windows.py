@@ -16,7 +16,7 @@ from hf_fastdecode.generation.steps import modes
 
 from ..cases import exhaustive_but
 from ..tiny_models import ragged_prompts, seeded, tiny_model
-from .calls import SAMPLING, both
+from .calls import SAMPLING, as_in_stock, both
 
 # 60 tokens that all rows share, then 4 to 30 of each prompt: a row has 64 to 90 tokens, and 14 new ones.
 PROMPTS = ragged_prompts(90, 70, 81, 64, shared=60)
@@ -52,11 +52,7 @@ def test_the_kernels_see_as_far(name, window):
     model = tiny_model(name, sliding_window=window, **FEW_HEADS)
     prompts = ragged_prompts(41, 36, shared=33)
     call = SAMPLING | {"num_return_sequences": 2, "max_new_tokens": 4}
-    stock = seeded(lambda: model.generate(**prompts, **call))
-    with fd.enabled(model, backend="triton"):
-        shared = seeded(lambda: model.generate(**prompts, **call))
-        report = fd.explain(model).last_call
-    assert torch.equal(shared, stock)
+    report = as_in_stock(model, lambda: model.generate(**prompts, **call), backend="triton")
     assert f"by triton, within a window of {window} tokens" in report.layers[0]
 
 
@@ -112,9 +108,7 @@ def test_a_window_that_holds_every_row_costs_nothing(window):
 def test_a_node_longer_than_a_forward_pass(name):
     """Its second part sees the end of the first."""
     model = tiny_model(name, sliding_window=30)
-    stock = seeded(lambda: model.generate(**PROMPTS, **CALL))
-    with fd.enabled(model, max_prefill_tokens=17):
-        assert torch.equal(seeded(lambda: model.generate(**PROMPTS, **CALL)), stock)
+    as_in_stock(model, lambda: model.generate(**PROMPTS, **CALL), max_prefill_tokens=17)
 
 
 @pytest.mark.parametrize("window", [3, 30, 66])
@@ -225,8 +219,7 @@ def test_a_forced_fused_backend_refuses_a_window():
     with (
         fd.enabled(model, backend="cpu"),
         pytest.raises(
-            ValueError,
-            match=r"backend='cpu' cannot run: .* a sliding window in prefill; use backend='auto'",
+            ValueError, match=r"backend='cpu' cannot run: .* a sliding window in prefill; use backend='auto'"
         ),
     ):
         model.generate(**PROMPTS, **CALL)

@@ -170,8 +170,7 @@ def test_gradients_of_rms_norm(shape: tuple[int, ...], form: NormForm, dtype: to
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", RotaryForm)
 @pytest.mark.parametrize(
-    ("heads", "width", "rotary", "halves"),
-    [((4, 4), 64, 64, False), ((12, 3), 80, 80, True), ((9, 1), 64, 16, True)],
+    ("heads", "width", "rotary", "halves"), [((4, 4), 64, 64, False), ((12, 3), 80, 80, True), ((9, 1), 64, 16, True)]
 )
 def test_gradients_of_rotate(
     heads: tuple[int, int], width: int, rotary: int, halves: bool, form: RotaryForm, dtype: torch.dtype

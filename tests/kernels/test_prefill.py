@@ -48,10 +48,7 @@ def test_parts_merge_to_the_whole(soft_cap: float | None, heads: tuple[int, int]
     query, sinks = random(heads[0], tokens, head_dim, seed=0), random(heads[0], seed=0)
     mine, theirs = no_keys(query), no_keys(query.double())
     for length in (40, 7):
-        context = (
-            random(heads[1], length, head_dim, seed=1),
-            random(heads[1], length, head_dim, seed=2),
-        )
+        context = (random(heads[1], length, head_dim, seed=1), random(heads[1], length, head_dim, seed=2))
         intervals = some_intervals(tokens, length)[:, :-5].contiguous()
         api.prefill_partial(query, *context, intervals, earlier=mine, **options, **small)
         reference.prefill_partial(query, *context, intervals, earlier=theirs, **options)

@@ -64,10 +64,7 @@ def test_a_call_is_drawn_from_its_seed(model, is_enabled):
 
 
 def test_memory_and_weights_that_are_not_finite_are_one_line(model):
-    with (
-        pytest.raises(InputError, match="too many"),
-        memory_and_logit_errors(model, lambda: InputError("too many")),
-    ):
+    with pytest.raises(InputError, match="too many"), memory_and_logit_errors(model, lambda: InputError("too many")):
         raise torch.OutOfMemoryError
     with pytest.raises(RuntimeError, match="else"), memory_and_logit_errors(model, lambda: InputError("too many")):
         raise RuntimeError("something else")

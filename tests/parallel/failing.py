@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from socket import socket
 from typing import Any
 from unittest import mock
 
@@ -25,8 +24,9 @@ from torch import distributed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..fresh_processes import run_fresh
+from ..ports import free_port
 
-LIMIT = 60
+LIMIT = 180
 """Seconds after which processes are killed."""
 
 
@@ -138,9 +138,7 @@ def run(module: str, folder: str, out: str, backend: str) -> None:
 
 
 def _start(name: str, folder: str, out: str, backend: str) -> list[int]:
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(one.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())
     pids = []
     for rank in (0, 1):
         if (pid := os.fork()) == 0:
@@ -165,6 +163,6 @@ def _run_one(name: str, rank: int, folder: str, out: Path, backend: str) -> None
     _SCENARIOS[name].run(calls)
     out.write_text(json.dumps([asdict(one) for one in calls.ended]))
     if _SCENARIOS[name].victim is None:  # the other still asks the store, which ends with the process of rank 0
-        other, end = out.with_name(f"{name}.{1 - rank}.json"), time.monotonic() + 20
+        other, end = out.with_name(f"{name}.{1 - rank}.json"), time.monotonic() + LIMIT
         while not other.exists() and time.monotonic() < end:
             time.sleep(0.05)

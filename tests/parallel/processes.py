@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from socket import socket
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +27,10 @@ from hf_fastdecode.parallel import sequence
 
 from ..fresh_processes import run_fresh
 from ..interpreter import make_faster, merging_two_at_once
+from ..ports import place_of
 from ..short_calls import share_short_calls
 
-SECONDS = 60
+SECONDS = 180
 """Time limit of a communication, after which a scenario fails that left the other processes waiting."""
 
 FEW_TOKENS = 2
@@ -87,14 +87,11 @@ def run_scenarios(
         ranks: Of how many processes the scenarios are; as many start as the largest asks for.
         backend: ``gloo`` on the CPU, or ``nccl`` with a GPU for each process.
     """
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
     code = "import json, sys; from tests.parallel.processes import run; run(*map(json.loads, sys.argv[1:]))"
     given = {name: str(folder) for name, folder in folders.items()}
     arguments = map(json.dumps, (files, given, str(out), sorted(ranks), backend))
     count = max(ranks)
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count)}
+    environment = place_of(count)
     if backend == "gloo":
         # Where there is a GPU, tensor parallelism takes it; kernels are interpreted as in other tests on the CPU.
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}

@@ -68,11 +68,7 @@ CALLS: dict[str, Call] = {
     "ragged": Call(ragged_prompts(5, 60, 33), GREEDY, ranks=(2, 3)),
     "two-levels": Call(levels(), SAMPLING | {"num_return_sequences": 2}, seeds_differ=True, ranks=(2, 4)),
     "long-suffix": Call(
-        text(20),
-        GREEDY | {"max_new_tokens": 200},
-        config={"num_hidden_layers": 1},
-        block=SUFFIX_BLOCK,
-        ranks=(2, 3),
+        text(20), GREEDY | {"max_new_tokens": 200}, config={"num_hidden_layers": 1}, block=SUFFIX_BLOCK, ranks=(2, 3)
     ),
     "fewer-tokens-than-ranks": Call(text(2), SAMPLING | {"num_return_sequences": 3}, ranks=(2, 3, 4)),
     "one-token": Call(text(1), GREEDY),

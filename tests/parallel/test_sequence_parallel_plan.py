@@ -40,10 +40,7 @@ def helix(models: Models) -> Any:
         expected = alone.generate(**levels(), **SAMPLES)
         found[name] = [sorted({part.rpartition(".")[2] for part in parts})]
         for fewest in (2, 10**9):  # a prefill pass of which processes computed other tokens would mix them
-            with (
-                mock.patch.object(shards, "FEWEST_TOKENS", fewest),
-                fd.enabled(model, sequence_parallel="auto"),
-            ):
+            with mock.patch.object(shards, "FEWEST_TOKENS", fewest), fd.enabled(model, sequence_parallel="auto"):
                 torch.manual_seed(models.rank)
                 tokens = model.generate(**levels(), **SAMPLES)
                 kept = fd.prefill(model, text()["input_ids"])
@@ -74,10 +71,7 @@ def mesh_of_two_dimensions(models: Models) -> Any:
     torch.manual_seed(0)
     expected = alone.generate(**levels(), **SAMPLES)
     for fewest in (2, 10**9):
-        with (
-            mock.patch.object(shards, "FEWEST_TOKENS", fewest),
-            fd.enabled(model, sequence_parallel=mesh["sp"]),
-        ):
+        with mock.patch.object(shards, "FEWEST_TOKENS", fewest), fd.enabled(model, sequence_parallel=mesh["sp"]):
             torch.manual_seed(models.rank)
             same = torch.equal(model.generate(**levels(), **SAMPLES), expected)
             kept = fd.prefill(model, text()["input_ids"])

@@ -26,20 +26,7 @@ from hf_fastdecode.generation.steps.modes import CapturedSteps
 from hf_fastdecode.parallel.ranks import Together
 
 from .processes import Models, scenario
-from .scenarios import (
-    ENDS,
-    GREEDY,
-    PROMPT,
-    PROMPTS,
-    SAMPLING,
-    capturing,
-    draw,
-    raising,
-    reason,
-    sees,
-    sights,
-    values,
-)
+from .scenarios import ENDS, GREEDY, PROMPT, PROMPTS, SAMPLING, capturing, draw, raising, reason, sees, sights, values
 
 
 @sees([True, "shared", True])
@@ -259,12 +246,7 @@ def captured_without_memory(models: Models) -> Any:
         ):
             tokens, call = draw(model, 0, PROMPTS, **FEW), fd.explain(model).last_call
     with fd.enabled(models.alone["small"]) as alone:
-        return (
-            tokens == draw(alone, 0, PROMPTS, **FEW),
-            call.mode,
-            call.waves,
-            next(passes) == call.captures,
-        )
+        return (tokens == draw(alone, 0, PROMPTS, **FEW), call.mode, call.waves, next(passes) == call.captures)
 
 
 @scenario

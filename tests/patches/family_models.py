@@ -37,10 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", _GPT2),
     "gpt2-scaled": ("gpt2", {**_GPT2, "scale_attn_by_inverse_layer_idx": True, "tie_word_embeddings": False}),
     "opt": ("opt", _OPT),
-    "opt-350m": (
-        "opt",
-        {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False},
-    ),
+    "opt-350m": ("opt", {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32, "enable_bias": False}),
     "qwen2": ("qwen2", _GATED),
     "gemma": ("gemma", {**_GATED, "head_dim": 24}),  # 96 coordinates of keys for 64 inputs
     "cohere": ("cohere", _GATED),
@@ -102,17 +99,22 @@ def family_model(name: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     special = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **{**special, **arguments, **overrides})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = with_all_redrawn(AutoModelForCausalLM.from_config(config).eval())
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def with_all_redrawn(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself, with weights, biases and norms drawn anew."""
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(".bias"):
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
                 parameter.normal_(std=0.5)
-            elif parameter.dim() == 1 or "norm" in parameter_name:
+            elif parameter.dim() == 1 or "norm" in name:
                 parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
             else:
                 parameter.normal_(std=0.15)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
     return model
 
 

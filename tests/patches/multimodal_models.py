@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel
 
 from ..tiny_models import VOCABULARY
+from .family_models import with_all_redrawn
 
 LANGUAGE = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "max_position_embeddings": 256},
@@ -52,15 +53,7 @@ def multimodal_model(model_type: str, language: dict[str, Any] | None = None) ->
     config = AutoConfig.for_model(model_type, text_config=text, **MULTIMODAL[model_type])
     for place, name in enumerate(name for name in _SPECIAL if hasattr(config, name)):
         setattr(config, name, text["vocab_size"] - 1 - place)
-    model = AutoModelForMultimodalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
-                parameter.normal_(std=0.5)
-            elif parameter.dim() == 1 or "norm" in name:
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
-            else:
-                parameter.normal_(std=0.15)
+    model = with_all_redrawn(AutoModelForMultimodalLM.from_config(config).eval())
     model.generation_config.update(eos_token_id=None, pad_token_id=0, bos_token_id=None)
     return model
 

@@ -169,18 +169,12 @@ def test_a_short_call_does_not_pay(uncaptured: None, monkeypatch: pytest.MonkeyP
         for tokens in (2, 2, 3):
             slim.generate(**PROMPTS, **SAMPLES | {"max_new_tokens": tokens})
             found.append(fd.explain(slim).last_call.mode_reason)
-    assert found == [
-        *["2 steps of this call do not pay for a capture"] * 2,
-        "3 steps of this call pay for a capture",
-    ]
+    assert found == [*["2 steps of this call do not pay for a capture"] * 2, "3 steps of this call pay for a capture"]
 
 
 @pytest.mark.parametrize(
     ("name", "plan", "options", "reason"),
-    [
-        *NOT_BY_KERNEL,
-        ("phi3-long", "k", {}, "RoPE of type 'longrope' changes its frequencies with the length"),
-    ],
+    [*NOT_BY_KERNEL, ("phi3-long", "k", {}, "RoPE of type 'longrope' changes its frequencies with the length")],
 )
 def test_layers_that_the_kernel_does_not_take(name: str, plan: str, options: dict[str, Any], reason: str) -> None:
     slim = to_slim(family_model(name), TEXT, plan=PLANS[plan], **options)

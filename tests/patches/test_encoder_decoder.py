@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    DynamicCache,
-    EncoderDecoderCache,
-    PreTrainedModel,
-    T5Model,
-)
+from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, PreTrainedModel, T5Model
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
@@ -29,6 +23,7 @@ from hf_fastdecode.patches.layers.slim_attention import InputProjection, InputVa
 
 from ..cases import exhaustive_but
 from ..conversion.fit.references import attention_output, inputs_cache_output, layer, text
+from ..generation.calls import as_in_stock
 from ..test_layout import ROOT
 from ..tiny_models import tiny_model
 from .encoder_decoder_models import MODELS, PAIRS, cached_bytes, encoder_decoder, encoder_decoder_pair, read_by
@@ -318,10 +313,7 @@ def drawn(slim: PreTrainedModel, **arguments: Any) -> Any:
 
 
 def check(slim: PreTrainedModel, **arguments: Any) -> None:
-    expected = drawn(slim, **arguments)
-    with fd.enabled(slim, min_saved_tokens=1):
-        assert torch.equal(drawn(slim, **arguments), expected)
-        report = fd.explain(slim).last_call
+    report = as_in_stock(slim, lambda: drawn(slim, **arguments), min_saved_tokens=1)
     assert report is not None
     assert (report.path, report.inputs) == ("shared", 2), report.reason
 
@@ -350,9 +342,6 @@ def test_keys_and_values_are_stored_once_for_each_input() -> None:
 def test_small_weights_that_are_skipped_run_stock() -> None:
     slim = to_slim(encoder_decoder("t5"), TEXT, plan="k")
     slim.config.slim_sparsity_threshold = 0.01
-    expected = drawn(slim, **SAMPLING)
-    with fd.enabled(slim, min_saved_tokens=1):
-        assert torch.equal(drawn(slim, **SAMPLING), expected)
-        report = fd.explain(slim).last_call
+    report = as_in_stock(slim, lambda: drawn(slim, **SAMPLING), min_saved_tokens=1)
     assert report is not None
     assert (report.path, "sparsity threshold" in report.reason) == ("stock", True)

@@ -308,8 +308,7 @@ def test_suffixes_by_kernel(name: str, plan: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("name", "plan", "cache_dtype"),
-    [("gpt2", "k", "fp8"), ("gpt_neox", "k+r", "int8"), ("qwen2", "mixed", "int8")],
+    ("name", "plan", "cache_dtype"), [("gpt2", "k", "fp8"), ("gpt_neox", "k+r", "int8"), ("qwen2", "mixed", "int8")]
 )
 def test_suffixes_in_8_bits_by_kernel(name: str, plan: str, cache_dtype: str) -> None:
     """Tokens of the same model by PyTorch's operators, on rows of equal and of different lengths."""

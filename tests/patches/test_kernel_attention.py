@@ -193,11 +193,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 
 
 def errors_of_logits(
-    model: PreTrainedModel,
-    slim: PreTrainedModel,
-    prompt: Tensor,
-    options: dict[str, Any] | None = None,
-    **call: Any,
+    model: PreTrainedModel, slim: PreTrainedModel, prompt: Tensor, options: dict[str, Any] | None = None, **call: Any
 ) -> dict[str, float]:
     """Error of the logits after each drawn token, by mode, each beside the tokens that were drawn in it."""
     oracle, errors = copy.deepcopy(model).double(), {}

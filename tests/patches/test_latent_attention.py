@@ -21,6 +21,7 @@ from hf_fastdecode.generation.steps.modes import EagerSteps
 from hf_fastdecode.patches.architectures.latent_attention import _weight_and_bias
 
 from ..architectures.compare import compared, stock_tokens
+from ..generation.calls import as_in_stock
 from ..generation.uncaptured import SAMPLING, on_the_cpu
 from ..tiny_models import ragged_prompts, seeded, tiny_model_of_type
 
@@ -60,10 +61,7 @@ def test_tokens_equal_stock(name):
     model, prompts = model_of(name), ragged_prompts(57, 71, 64, shared=40)
     assert compared(model, prompts, stock_tokens(model, prompts)) == ("shared", "")
     beams = {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
-    stock = model.generate(**prompts, **beams)
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(model.generate(**prompts, **beams), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**prompts, **beams), "shared", min_saved_tokens=1)
 
 
 def test_contexts_are_continued_under_autocast():
@@ -124,11 +122,9 @@ def test_captured_steps(samples, monkeypatch):
     model = model_of("without-query-ranks", **sizes, **widths)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING | {"num_return_sequences": samples}
     call["max_new_tokens"] = 4 if samples == 3 else 10
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.mode == "graph"
-        assert "suffixes by triton, captured, as latents" in str(fd.explain(model).last_call.lines())
+    report = as_in_stock(model, lambda: model.generate(**call), mode="graph", backend="triton", min_saved_tokens=1)
+    assert report.mode == "graph"
+    assert "suffixes by triton, captured, as latents" in str(report.lines())
 
 
 @on_the_cpu
@@ -142,10 +138,7 @@ def test_drafts_are_captured_as_far_as_tiles_hold_their_queries(tokens, captured
     model = model_of("without-query-ranks", **sizes, qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=32)
     repeating = {key: part[:, :30].repeat(1, 2) for key, part in ragged_prompts(30).items()}
     call = repeating | {"max_new_tokens": 8, "prompt_lookup_num_tokens": tokens}
-    stock = model.generate(**call)
-    with fd.enabled(model, mode="graph", min_saved_tokens=1):
-        assert torch.equal(model.generate(**call), stock)
-        report = fd.explain(model).last_call
+    report = as_in_stock(model, lambda: model.generate(**call), mode="graph", min_saved_tokens=1)
     assert report.path == "shared"
     refused = "layers with latents are captured with fewer than 16 tokens of each row" in report.mode_reason
     assert refused != captured, report.mode_reason
@@ -169,30 +162,37 @@ def test_captured_prefill(monkeypatch):
             torch.testing.assert_close(parts, other.storage.segments[number])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_half_precision_on_a_gpu(mode):
-    """Logits of rows whose completions become nodes, against fp32, beside those of transformers."""
+def compared_on_a_gpu(mode, prompts, call):
+    """The report of a call in half precision, whose logits were compared with fp32's beside those of transformers."""
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "first_k_dense_replace": 2}
     widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 256}
-    model = model_of("without-query-ranks", **heads, **widths).cuda()
+    model, length = model_of("without-query-ranks", **heads, **widths).cuda(), prompts["input_ids"].shape[1]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.div_(3)
-    model, prompts = model.bfloat16(), {name: one.cuda() for name, one in ragged_prompts(70, 70, shared=60).items()}
-    call = SAMPLING | {"max_new_tokens": 150, "output_logits": True, "return_dict_in_generate": True}
+    model, prompts = model.bfloat16(), {name: one.cuda() for name, one in prompts.items()}
+    call = call | {"output_logits": True, "return_dict_in_generate": True}
     with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
         found = seeded(lambda: model.generate(**prompts, **call))
-        assert fd.explain(model).last_call.mode == mode
+        report = fd.explain(model).last_call
+    assert report.mode == mode
     with torch.no_grad():
         exact, stock = (
-            one(found.sequences[:, :-1]).logits[:, 69:].float() for one in (copy.deepcopy(model).float(), model)
+            one(found.sequences[:, :-1]).logits[:, length - 1 :].float()
+            for one in (copy.deepcopy(model).float(), model)
         )
     ours = torch.stack(found.logits, 1).float()
     assert float((ours - exact).norm()) <= 2 * float((stock - exact).norm())
     assert float((ours - exact).abs().max()) <= 2 * float((stock - exact).abs().max())
+    return report
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_half_precision_on_a_gpu(mode):
+    """Of rows whose completions become nodes."""
+    compared_on_a_gpu(mode, ragged_prompts(70, 70, shared=60), SAMPLING | {"max_new_tokens": 150})
 
 
 def test_a_copied_cache_is_continued_and_knows_its_bytes():
@@ -260,10 +260,8 @@ def test_finished_rows_leave_nodes(small):
     call = SAMPLES | {"num_return_sequences": 6, "max_new_tokens": 24, "pad_token_id": 0}
     free = seeded(lambda: model.generate(**prompts(), **call))
     call["eos_token_id"] = free[:, 71:].flatten().mode().values.item()
-    stock = seeded(lambda: model.generate(**prompts(), **call))
-    with fd.enabled(model, min_saved_tokens=1, sampler="hf"):
-        assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
-        assert fd.explain(model).last_call.compactions
+    report = as_in_stock(model, lambda: model.generate(**prompts(), **call), min_saved_tokens=1, sampler="hf")
+    assert report.compactions
 
 
 def test_kept_caches_keep_latents(small):
@@ -315,10 +313,7 @@ def test_rows_that_begin_anew_expand_anew(small, monkeypatch):
 
     monkeypatch.setattr(EagerSteps, "feed", failing)
     call = SAMPLES | {"num_return_sequences": 5, "max_new_tokens": 3}
-    stock = seeded(lambda: model.generate(**prompts(), **call))
-    with fd.enabled(model, min_saved_tokens=1, sampler="hf"):
-        assert torch.equal(seeded(lambda: model.generate(**prompts(), **call)), stock)
-        assert fd.explain(model).last_call.waves == 2
+    assert as_in_stock(model, lambda: model.generate(**prompts(), **call), min_saved_tokens=1, sampler="hf").waves == 2
 
 
 def test_when_keys_and_values_pay():
@@ -369,29 +364,10 @@ def test_captured_steps_over_expanded_nodes(small, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_expanded_nodes_in_half_precision_on_a_gpu(mode, monkeypatch):
-    """Logits against fp32, beside those of transformers."""
+    """Of prompts of 300 tokens."""
     monkeypatch.setattr(latent, "FEWEST_TOKENS", 8)
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "first_k_dense_replace": 2}
-    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "hidden_size": 256}
-    model = model_of("without-query-ranks", **heads, **widths).cuda()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.div_(3)
-    model, given = model.bfloat16(), {name: one.cuda() for name, one in ragged_prompts(300, 300, shared=240).items()}
-    call = SAMPLES | {"max_new_tokens": 40, "output_logits": True, "return_dict_in_generate": True}
-    call["num_return_sequences"] = 40
-    with fd.enabled(model, mode=mode, backend="triton", min_saved_tokens=1):
-        found = seeded(lambda: model.generate(**given, **call))
-        assert fd.explain(model).last_call.mode == mode
-        assert "3 node(s) as keys and values made once" in str(fd.explain(model).last_call.lines())
-    with torch.no_grad():
-        exact, stock = (
-            one(found.sequences[:, :-1]).logits[:, 299:].float() for one in (copy.deepcopy(model).float(), model)
-        )
-    ours = torch.stack(found.logits, 1).float()
-    assert float((ours - exact).norm()) <= 2 * float((stock - exact).norm())
-    assert float((ours - exact).abs().max()) <= 2 * float((stock - exact).abs().max())
+    call = SAMPLES | {"max_new_tokens": 40, "num_return_sequences": 40}
+    report = compared_on_a_gpu(mode, ragged_prompts(300, 300, shared=240), call)
+    assert "3 node(s) as keys and values made once" in str(report.lines())

@@ -182,10 +182,7 @@ def test_the_modelling_file_names_the_registered_classes(tmp_path: Path, name: s
     assert found == {"AutoConfig": type(config), **made}
 
 
-IMPORTABLE = [
-    *(f"{name}Config" for name in ("Llama", "GPT2", "T5", "Whisper", "Mistral", "Llava")),
-    "GPT2LMHeadModel",
-]
+IMPORTABLE = [*(f"{name}Config" for name in ("Llama", "GPT2", "T5", "Whisper", "Mistral", "Llava")), "GPT2LMHeadModel"]
 
 IMPORTED_FIRST = """
 import importlib, sys

@@ -10,11 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
 
 import hf_fastdecode as fd
 from hf_fastdecode.conversion.convert import Settings, convert_checkpoint

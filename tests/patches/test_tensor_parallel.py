@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from socket import socket
 
 from ..fresh_processes import run_fresh
+from ..ports import place_of
 from .family_models import family_pair
 from .slim_models import pair
 
@@ -65,9 +65,6 @@ def test_two_ranks(tmp_path: Path) -> None:
         even = copy.deepcopy(slim)
         even.resize_token_embeddings(98)  # transformers 5.17 splits the head evenly or not at all
         even.save_pretrained(tmp_path / name)
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
     folders = [str(tmp_path / name) for name in ("llama", "phi3", "again")]
-    done = run_fresh(RANKS, *folders, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1")
+    done = run_fresh(RANKS, *folders, **place_of(2))
     assert done.stdout.splitlines()[-1:] == ["same"], done.stderr

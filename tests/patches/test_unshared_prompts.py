@@ -238,10 +238,7 @@ def test_a_prefill_that_fails_leaves_empty_suffixes(monkeypatch: pytest.MonkeyPa
         raise torch.OutOfMemoryError("on purpose")
 
     monkeypatch.setattr(packed, "packed_passes", failing)
-    with (
-        fd.enabled(slim, mode="graph", backend="triton", max_prefill_tokens=7),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
+    with fd.enabled(slim, mode="graph", backend="triton", max_prefill_tokens=7), pytest.raises(torch.OutOfMemoryError):
         slim.generate(**ALONE, **SAMPLE)
     assert seen[0].suffix_lengths.tolist() == [0, 0]
     assert seen[0].layers[0].storage.suffix is None

@@ -84,13 +84,7 @@ def forest_attention(
 
 
 def nodes_attention(
-    query: Tensor,
-    forest: Forest,
-    segments: Segments,
-    scale: float,
-    *,
-    softcap: float | None = None,
-    backend: str,
+    query: Tensor, forest: Forest, segments: Segments, scale: float, *, softcap: float | None = None, backend: str
 ) -> Partial:
     """Attend each row's queries ``[rows, heads, queries, head_dim]`` to its path of nodes alone, with no causal rule.
 

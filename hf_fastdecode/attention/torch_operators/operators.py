@@ -85,12 +85,7 @@ def plain_partial(
 
 
 def _differentiable(
-    scores: Tensor,
-    values: Tensor,
-    scale: float,
-    visible: Tensor | None,
-    softcap: float | None,
-    bias: Tensor | None,
+    scores: Tensor, values: Tensor, scale: float, visible: Tensor | None, softcap: float | None, bias: Tensor | None
 ) -> Partial:
     """`plain_partial` from its products ``query @ keys.mT`` on, for gradients."""
     scores = scores * scale if softcap is None else softcap * torch.tanh(scores * (scale / softcap))

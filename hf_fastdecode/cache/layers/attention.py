@@ -85,12 +85,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         self.is_initialized = True
 
     def update(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        *args: Any,
-        suffix_parts: Segment | None = None,
-        **kwargs: Any,
+        self, keys: Tensor, values: Tensor, *args: Any, suffix_parts: Segment | None = None, **kwargs: Any
     ) -> tuple[SharedKV, SharedKV] | tuple[Tensor, Tensor]:
         """Store new tokens.
 

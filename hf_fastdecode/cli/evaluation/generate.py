@@ -76,11 +76,7 @@ class Prepared:
 
 
 @expand_option_groups
-def generate(
-    options: Options,
-    shard: Shard = False,
-    out: Out = None,
-) -> None:
+def generate(options: Options, shard: Shard = False, out: Out = None) -> None:
     """Draw samples of every task into a run's folder, each with the model's raw log-probabilities.
 
     Processes of a launcher share the work. After `torchrun ... -m hf_fastdecode` a `--` comes before the command, or

@@ -73,14 +73,7 @@ def inspect(
             from .report import caches_text, inspect_model, sharing_text
 
         reports = [
-            inspect_model(
-                name,
-                load_config(name),
-                contexts,
-                samples,
-                new_tokens=new_tokens,
-                dtype=dtype,
-            )
+            inspect_model(name, load_config(name), contexts, samples, new_tokens=new_tokens, dtype=dtype)
             for name in model
         ]
     if as_json:

@@ -253,13 +253,7 @@ class ModelReport:
 
 
 def inspect_model(
-    name: str,
-    config: Any,
-    contexts: Sequence[int],
-    samples: Sequence[int],
-    *,
-    new_tokens: int,
-    dtype: str,
+    name: str, config: Any, contexts: Sequence[int], samples: Sequence[int], *, new_tokens: int, dtype: str
 ) -> ModelReport:
     """Count for the config of a model of this name; raises an InputError if the config cannot be counted.
 

@@ -78,12 +78,7 @@ class CacheErrors:
         return self._measured("kv", 0, size, keys, rounded(self.values, dtype, value_dim), dtype)
 
     def value_coordinates(
-        self,
-        statistics: KeyStatistics,
-        rank: int,
-        dtype: torch.dtype,
-        *,
-        matrix_dtype: torch.dtype | None = None,
+        self, statistics: KeyStatistics, rank: int, dtype: torch.dtype, *, matrix_dtype: torch.dtype | None = None
     ) -> CacheError:
         """Keys, before RoPE or after it, and `rank` V-coordinates in `dtype`.
 

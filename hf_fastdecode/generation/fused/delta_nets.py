@@ -208,12 +208,7 @@ def _small(module: Any) -> nn.Module:
     conv = twin(module.conv1d, weight=random_fp32(96, 1, 4, seed=6))
     conv.register_parameter("bias", None)
     own: Any = twin(
-        module,
-        **parts,
-        norm=small_norm,
-        conv1d=conv,
-        A_log=random_fp32(4, seed=7),
-        dt_bias=random_fp32(4, seed=11),
+        module, **parts, norm=small_norm, conv1d=conv, A_log=random_fp32(4, seed=7), dt_bias=random_fp32(4, seed=11)
     )
     sizes = {"num_k_heads": 2, "num_v_heads": 4, "head_k_dim": 16, "head_v_dim": 8, "key_dim": 32, "value_dim": 32}
     vars(own).update(sizes | {"conv_dim": 96, "conv_kernel_size": 4, "layer_idx": 0})

@@ -39,10 +39,7 @@ class PromptGroup:
 
 
 def group_prompts(
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    planes: Tensor | None = None,
-    inputs: Tensor | None = None,
+    input_ids: Tensor, attention_mask: Tensor | None, planes: Tensor | None = None, inputs: Tensor | None = None
 ) -> list[PromptGroup]:
     """Group neighbouring rows with equal prompts and drop the padding.
 
@@ -105,10 +102,7 @@ class StoredPrompts:
             return (), 0
         size = length * _ITEM
         head = text[:size]
-        alike = (
-            bisect_left(self._texts, head),
-            bisect_right(self._texts, head, key=lambda other: other[:size]),
-        )
+        alike = (bisect_left(self._texts, head), bisect_right(self._texts, head, key=lambda other: other[:size]))
         if alike not in self._first:
             self._first[alike] = min(self._numbers[slice(*alike)])
         return self._paths[self._first[alike]], length

@@ -38,12 +38,7 @@ from ..structure import Structure
 
 @contextmanager
 def pass_context(
-    model: PreTrainedModel,
-    structure: Structure,
-    lengths: RowLengths,
-    *,
-    rows: int,
-    fused_rows: int,
+    model: PreTrainedModel, structure: Structure, lengths: RowLengths, *, rows: int, fused_rows: int
 ) -> Iterator[None]:
     """Context of a pass over `rows` rows of hidden states, before and during its capture.
 
@@ -229,11 +224,9 @@ def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
 
 
-def linears(
-    inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, concurrent: bool = True
-) -> list[Tensor]:
-    """`F.linear` of one input by several weights, on CUDA concurrently if asked for."""
-    if not (concurrent and inputs.is_cuda):
+def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """`F.linear` of one input by several weights, on CUDA concurrently."""
+    if not inputs.is_cuda:
         return [F.linear(inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     main = torch.cuda.current_stream(inputs.device)
     streams = [main, *branch_streams(inputs.device)[: len(weights) - 1]]

@@ -25,15 +25,7 @@ from .config import (
 from .inputs import EIGHT_BITS, Arguments, RotaryTables, Scales, check_alignment, check_arguments, is_aligned
 from .partials import AVERAGES, SCORES, merge_pieces, slim_partials
 
-__all__ = [
-    "ClusterConfig",
-    "RotaryTables",
-    "Scales",
-    "SlimPartial",
-    "TwoLaunchConfig",
-    "choose_config",
-    "slim_decode",
-]
+__all__ = ["ClusterConfig", "RotaryTables", "Scales", "SlimPartial", "TwoLaunchConfig", "choose_config", "slim_decode"]
 
 
 class SlimPartial(NamedTuple):

@@ -241,7 +241,7 @@ DECODERS = {
     "gpt_neo": OwnCode({"GPTNeoSelfAttention": {"_attn": attend_gpt_neo}}, reads_masks=True),
     "gpt_neox_japanese": OwnCode({"GPTNeoXJapaneseAttention": {"_attn": attend_gpt2}}, reads_masks=True),
     "imagegpt": OwnCode(
-        {"ImageGPTAttention": {"_attn": attend_imagegpt, "_upcast_and_reordered_attn": attend_imagegpt}},
+        {"ImageGPTAttention": {"_attn": attend_imagegpt, "_upcast_and_reordered_attn": attend_imagegpt}}
     ),
     "jetmoe": OwnCode(
         {"JetMoeAttention": {"forward": attend_jetmoe}},

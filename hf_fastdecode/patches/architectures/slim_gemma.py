@@ -32,9 +32,4 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
 
 
 SlimGemmaAttention, SlimGemmaModel, SlimGemmaForCausalLM = slim_classes(SlimGemmaConfig, gemma)
-FAMILY = Family.of(
-    SlimGemmaForCausalLM,
-    refusal=refusal,
-    embed=embed,
-    buffers={"embed_scale": embed_scale},
-)
+FAMILY = Family.of(SlimGemmaForCausalLM, refusal=refusal, embed=embed, buffers={"embed_scale": embed_scale})

@@ -34,13 +34,7 @@ from .kernel_attention import (
     partial_of,
 )
 from .rotation import ROTATION, Rotation, takes_kernels
-from .slim_attention import (
-    CachedTokens,
-    SlimTokens,
-    attention_scores,
-    cache_dtype,
-    check_trainable,
-)
+from .slim_attention import CachedTokens, SlimTokens, attention_scores, cache_dtype, check_trainable
 
 
 class SlimAttention(SlimTokens):

@@ -108,17 +108,9 @@ _stored_products = torch.library.custom_op(
     mutates_args=(),
     schema="(Tensor[] factors, Tensor[] matrices, Tensor[] scales, Tensor? constant, bool in_range) -> Tensor",
 )
-
-
-@_stored_products.register_fake
-def _traced_stored_products(
-    factors: Sequence[Tensor],
-    matrices: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    constant: Tensor | None,
-    in_range: bool,
-) -> Tensor:
-    return factors[0].new_empty(factors[0].shape[0], matrices[0].shape[1], dtype=torch.float32)
+_stored_products.register_fake(
+    lambda factors, matrices, *_: factors[0].new_empty(factors[0].shape[0], matrices[0].shape[1], dtype=torch.float32)
+)
 
 
 def _by_kernel(products: Sequence[Product], constant: Tensor | None, in_range: bool) -> Tensor | None:

@@ -107,10 +107,7 @@ def test_large_shapes_are_refused_where_auto_finds_a_cpu(words, tmp_path, monkey
         ("parallel --kind attention --point 7x1 --list", "a multiple of the number of processes, 2, so that"),
         ("parallel --simulate --nvlink 3", "--nvlink must be GB/s above 0 and microseconds of at least 0 with"),
         ("parallel --fill full", "--fill must be one of random, prefill, got 'full'"),
-        (
-            "parallel --device cuda:1",
-            "--device must be auto, cpu or cuda, since each process has a GPU of its",
-        ),
+        ("parallel --device cuda:1", "--device must be auto, cpu or cuda, since each process has a GPU of its"),
         ("generate --way shared+min_saved_tokens=-1", "min_saved_tokens must be an integer of at least 0"),
         ("generate --shape 9b --list", "--shape must be one of 7b-mha"),
         ("sampling --set nosuch", "--set must be one of grid, tiny, got 'nosuch'"),

@@ -1,6 +1,5 @@
 """Operators on the CPU, tiny: every way against the oracle, what a row holds, and what a wrong way gets."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -139,12 +138,12 @@ def test_what_does_not_fit_is_a_result(bench, monkeypatch):
     assert row["us_p50"] is None
 
 
-def test_the_fastest_variant_counts(bench, monkeypatch):
+def test_the_fastest_variant_counts(bench, monkeypatch, nap):
     def variants(sets):
         right = OP_WAYS["hydragen"].variants(sets)["flash"][0]
 
         def slow():
-            time.sleep(5e-3)
+            nap(5e-3)
             return right()
 
         return {"slow": [slow], "fast": [right]}

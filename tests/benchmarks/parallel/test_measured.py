@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.ops.inputs import BOUND
 from benchmarks.parallel.cases import ATTENTION_WAYS
 
 from ...fresh_processes import run_fresh
+from ...ports import place_of
 from ...workers import made_once
 
 
@@ -23,11 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def _seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("seen")
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    environment = place_of(2) | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     code = "import sys; from tests.benchmarks.parallel.two_processes import main; main(sys.argv[1])"
     done = run_fresh(code, str(out), **environment)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import random
 import signal
-import socket
 import sys
-import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from transformers.models.llama import modeling_llama  # noqa: F401  # of the embedded model
@@ -17,6 +18,9 @@ from transformers.models.llama import modeling_llama  # noqa: F401  # of the emb
 import hf_fastdecode.api
 import hf_fastdecode.evals.generation  # noqa: F401
 from hf_fastdecode.__main__ import main
+from hf_fastdecode.files import JsonlWriter
+
+from ...ports import place_of
 
 PROMPTS = ("def double(x):\n", "# The first of a list.\n", "Write a function to add two numbers.\n")
 OPTIONS = ("--limit", "3", "--n", "4", "--shots", "1", "--max-new-tokens", "24", "--rows", "2", "--device", "cpu")
@@ -32,10 +36,7 @@ def write_prompts(beside: Path) -> Path:
 def run_all(killed: str, shared: str, seen: str) -> None:
     """Kill a run of one process, share one of prompts between two, and write what these said to a JSON file."""
     _kill_once_drawing(Path(killed))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
-    place["OMP_NUM_THREADS"] = "1"  # else accelerate has all cores compute, which on some CPUs rounds otherwise
+    place = place_of(2)  # on one thread: else accelerate has all cores compute, which on some CPUs rounds otherwise
     # As launchers start them; accelerate's starts a single one on a CPU.
     said = [Path(f"{seen}.{rank}") for rank in (0, 1)]
     task = ("--task", str(write_prompts(Path(shared))))
@@ -47,15 +48,17 @@ def run_all(killed: str, shared: str, seen: str) -> None:
 
 
 def _kill_once_drawing(out: Path) -> None:
-    """At a moment of its own in each run."""
-    path, process = out / "samples.jsonl", _start(out, Path(os.devnull))
-    while not (path.exists() and path.stat().st_size):
-        if os.waitpid(process, os.WNOHANG)[0]:
-            return  # it failed
-        time.sleep(0.02)
-    time.sleep(random.uniform(0, 0.3))
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    """Within a line of its third batch of samples."""
+    whole, batches = JsonlWriter.write, itertools.count(1)
+
+    def write(self: JsonlWriter, records: Iterable[Any]) -> None:
+        whole(self, records := list(records))
+        if next(batches) == 3:
+            os.ftruncate(self._file.fileno(), self._file.tell() - 20)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(JsonlWriter, "write", write):
+        os.waitpid(_start(out, Path(os.devnull)), 0)
 
 
 def _start(out: Path, said: Path, *options: str, **variables: str) -> int:

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: killed at any moment, and several for one folder."""
+"""Runs in processes of their own: one that is killed, and several for one folder."""
 
 from __future__ import annotations
 
@@ -54,19 +54,18 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[tup
 
 
 @needs_weights
-@pytest.mark.timeout(400)
-def test_a_run_killed_at_any_moment_goes_on_to_the_same_bytes(
+def test_a_run_killed_within_a_line_goes_on_to_the_same_bytes(
     unbroken: bytes, left: tuple[Path, Path, object]
 ) -> None:
     killed = left[0]
     path = killed / "samples.jsonl"
-    assert len(path.read_bytes()) < len(unbroken), "it was killed too late to show anything"
+    left_behind = path.read_bytes()
+    assert 0 < len(left_behind) < len(unbroken) and not left_behind.endswith(b"\n"), "it was killed within a line"
     generate(killed)
     assert path.read_bytes() == unbroken
 
 
 @needs_weights
-@pytest.mark.timeout(400)
 def test_launched_processes_share_a_file_of_prompts(
     left: tuple[Path, Path, list[tuple[int, str]]], tmp_path: Path
 ) -> None:

@@ -221,15 +221,15 @@ def test_problems_in_the_form_of_human_eval(tmp_path: Path) -> None:
 
 def test_limits_of_a_program(tmp_path: Path) -> None:
     """On the clock and of CPU time; with others, programs run again."""
-    sleeps = "    import time\n    time.sleep(1)\n    return 1"
+    sleeps = "    import time\n    time.sleep({})\n    return 1"
     counts = "    import time\n    while time.process_time() < 1:\n        pass\n    return 1"
-    for options, found in (
-        ((), ["pass", "pass"]),
-        (("--wall-seconds", 0.2, "--cpu-seconds", 9), ["timeout", "timeout"]),
-        (("--cpu-seconds", 0.5), ["pass", "timeout"]),
-        (("--cpu-seconds", 0.5, "--wall-seconds", 60), ["pass", "timeout"]),
+    for options, programs, found in (
+        ((), [sleeps.format(1), counts], ["pass", "pass"]),
+        (("--wall-seconds", 1, "--cpu-seconds", 9), [sleeps.format(98), sleeps.format(99)], ["timeout", "timeout"]),
+        (("--cpu-seconds", 0.5), [sleeps.format(1), counts], ["pass", "timeout"]),
+        (("--cpu-seconds", 0.5, "--wall-seconds", 60), [sleeps.format(1), counts], ["pass", "timeout"]),
     ):
-        assert scored(tmp_path, HUMANEVAL, [sleeps, counts], *options, task="humaneval") == found
+        assert scored(tmp_path, HUMANEVAL, programs, *options, task="humaneval") == found
 
 
 def test_more_cpu_time_gets_more_of_the_clock() -> None:

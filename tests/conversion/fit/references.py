@@ -62,12 +62,7 @@ def absorbed_queries(weights: AttentionWeights, inputs: Tensor) -> Tensor:
 
 
 def inputs_cache_output(
-    weights: AttentionWeights,
-    inputs: Tensor,
-    cached: Tensor,
-    *,
-    causal: bool = True,
-    score_bias: Tensor | None = None,
+    weights: AttentionWeights, inputs: Tensor, cached: Tensor, *, causal: bool = True, score_bias: Tensor | None = None
 ) -> Tensor:
     """The layer's output ``[queries, d_out]``, fp64, from cached inputs; it equals `attention_output`.
 

@@ -21,6 +21,7 @@ from hf_fastdecode.kernels.pointwise.api import RotaryForm
 
 from ...patches.test_latent_attention import model_of
 from ...tiny_models import ragged_prompts, seeded
+from ..calls import as_in_stock
 from ..launches import fuse_on_the_cpu
 from ..uncaptured import SAMPLING, on_the_cpu
 from .half_models import Counted, fail
@@ -129,8 +130,5 @@ def test_layers_keep_their_code(change: str, counted: Counted, monkeypatch: pyte
     else:
         monkeypatch.setattr(latents, "absorb", fail)
     call = ragged_prompts(20) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, min_saved_tokens=1, mode="eager"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
-        assert fd.explain(model).last_call.path == "shared"
+    as_in_stock(model, lambda: model.generate(**call), "shared", min_saved_tokens=1, mode="eager")
     assert counted.count == 0

@@ -23,11 +23,12 @@ from hf_fastdecode.kernels.device import MOST_COUNTERS
 from hf_fastdecode.kernels.row_products import api
 
 from ...tiny_models import ragged_prompts, seeded, tiny_model
+from ..calls import as_in_stock
+from ..uncaptured import on_the_cpu
 from .half_models import fail
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
 # Kernels are interpreted, and take float32 then.
-on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU")
 
 
 @pytest.fixture
@@ -66,9 +67,7 @@ def served(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> Counter[s
 def test_captured_steps_give_stock_tokens(served: Counter[str], name: str) -> None:
     model = tiny_model(name, intermediate_size=128)
     call = ragged_prompts(41, 36, shared=33) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    as_in_stock(model, lambda: model.generate(**call), mode="graph", backend="triton")
     assert served["row_products 3"] == served["row_products 2"] > 0  # modules run as kernels in half precision only
     assert served["row_products 1"] > 0
 
@@ -171,9 +170,7 @@ def test_a_kernel_that_fails(served: Counter[str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(api, "gated_product", fail)
     model = tiny_model("llama-gqa", intermediate_size=128)
     call = ragged_prompts(41) | SAMPLING
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton"):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    as_in_stock(model, lambda: model.generate(**call), mode="graph", backend="triton")
 
 
 def test_only_within() -> None:

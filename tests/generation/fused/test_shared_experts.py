@@ -13,7 +13,6 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
 pytest.importorskip("triton")
 
-import hf_fastdecode as fd
 from hf_fastdecode.generation.fused import experts, latents, shared_experts
 from hf_fastdecode.generation.fused.gated import RowProducts
 from hf_fastdecode.generation.fused.modules import FusedModules
@@ -22,7 +21,8 @@ from hf_fastdecode.generation.fused.trial import tried
 from hf_fastdecode.kernels.row_products.config import fusing_products
 
 from ...patches.test_latent_attention import model_of
-from ...tiny_models import ragged_prompts, seeded
+from ...tiny_models import ragged_prompts
+from ..calls import as_in_stock
 from ..launches import fuse_on_the_cpu
 from ..uncaptured import SAMPLING, on_the_cpu
 from .half_models import DEVICE, counting, fail
@@ -71,9 +71,7 @@ def test_tokens_equal_stock_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     model = model_of("without-query-ranks", num_hidden_layers=1, first_k_dense_replace=0, n_shared_experts=2)
     call = ragged_prompts(20) | SAMPLING | {"max_new_tokens": 3}
-    stock = seeded(lambda: model.generate(**call))
-    with fd.enabled(model, mode="graph", backend="triton", min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**call)), stock)
+    as_in_stock(model, lambda: model.generate(**call), mode="graph", backend="triton", min_saved_tokens=1)
     assert [one.count for one in counts] == [2, 2, 2]
 
 

@@ -38,10 +38,7 @@ CLASSES = {
     "FalconH1ForCausalLM": "convolve scan",
 }
 KINDS = (STATES, DELTA_NETS, GATED_NORMS)
-OPERATORS = (
-    *((state_steps, name) for name in ("convolve", "delta_rule", "scan")),
-    (norms, "gated_rms_norm"),
-)
+OPERATORS = (*((state_steps, name) for name in ("convolve", "delta_rule", "scan")), (norms, "gated_rms_norm"))
 SCANS = ("convolve", "delta_rule")
 IDS = torch.arange(3, 19, device=DEVICE).view(2, 8)
 

@@ -12,7 +12,7 @@ from hf_fastdecode._compat import CACHE
 from hf_fastdecode.cache.shared import SharedContextCache
 
 from ...tiny_models import ragged_prompts, seeded, tiny_model
-from ..calls import PROMPT, tokens_embedded
+from ..calls import PROMPT, as_in_stock, tokens_embedded
 
 PROMPTS = ragged_prompts(80, 71)
 BEAMS = {"num_beams": 4, "max_new_tokens": 6}
@@ -219,10 +219,8 @@ def test_virtual_tokens_that_a_method_of_the_instance_puts_before_prompts(model,
     call = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 9}
     if tasks is not None:
         call["task_ids"] = tasks
-    stock = seeded(lambda: model.generate(**prompts, **call))
-    with fd.enabled(model, min_saved_tokens=1):
-        assert torch.equal(seeded(lambda: model.generate(**prompts, **call)), stock)
-        assert fd.explain(model).last_call.path == ("stock" if padded else "shared")
+    report = as_in_stock(model, lambda: model.generate(**prompts, **call), min_saved_tokens=1)
+    assert report.path == ("stock" if padded else "shared")
 
 
 def greedy(model, input_ids, **arguments):
@@ -266,10 +264,7 @@ def test_a_loop_goes_on_with_the_cache_it_was_given_where_nothing_is_shared(mode
         assert cache.get_seq_length() == 82
         return input_ids
 
-    expected = model.generate(PROMPT["input_ids"], custom_generate=loop)
-    with fd.enabled(model):
-        assert torch.equal(model.generate(PROMPT["input_ids"], custom_generate=loop), expected)
-        assert fd.explain(model).last_call.path == "stock"
+    as_in_stock(model, lambda: model.generate(PROMPT["input_ids"], custom_generate=loop), "stock")
 
 
 def test_a_loop_that_reads_keys_is_told_what_to_do(model):

@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 VALUE_TYPES: dict[str, tuple[str, Callable[[Any], list[Any]]]] = {
     "timedelta": ("datetime", lambda v: [v.days, v.seconds, v.microseconds]),
     "timezone": ("datetime", lambda v: [v.utcoffset(None), v.tzname(None)]),
-    "datetime": (
-        "datetime",
-        lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo],
-    ),
+    "datetime": ("datetime", lambda v: [v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond, v.tzinfo]),
     "date": ("datetime", lambda v: [v.year, v.month, v.day]),
     "time": ("datetime", lambda v: [v.hour, v.minute, v.second, v.microsecond, v.tzinfo]),
     "ZoneInfo": ("zoneinfo", lambda v: [v.key]),

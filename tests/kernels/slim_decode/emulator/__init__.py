@@ -53,12 +53,7 @@ class _Map(ctypes.Structure):
 
 
 def _tensor_map(
-    address: int,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    *,
-    bf16: bool,
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], *, bf16: bool
 ) -> _Map:
     """As `cluster.tensor_map`, with the driver's bounds."""
     assert not any(place % 16 for place in (address, *strides))
