@@ -31,10 +31,9 @@ def together(monkeypatch):
     """Number of weights of each concurrent product."""
     counts: list[int] = []
 
-    def counted(inputs, weights, biases, *, concurrent=True, stock=graph_capture.linears):
-        if concurrent:
-            counts.append(len(weights))
-        return stock(inputs, weights, biases, concurrent=concurrent)
+    def counted(inputs, weights, biases, stock=graph_capture.linears):
+        counts.append(len(weights))
+        return stock(inputs, weights, biases)
 
     monkeypatch.setattr(graph_capture, "linears", counted)
     return counts
