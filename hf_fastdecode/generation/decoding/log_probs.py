@@ -96,10 +96,10 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     config = arguments.get("generation_config") or model.generation_config
     returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
     asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
-    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
+    if asks and (state := state_of(model)) is not None and state.options.log_probs != "auto":
         raise ValueError(
-            f"log_probs='trainer' scores rows that this package's loop draws, and {why}; ask for sequences alone, or "
-            "enable the model with log_probs='auto'"
+            f"log_probs={state.options.log_probs!r} is for rows that this package's loop draws, and {why}; ask for "
+            "sequences alone, or enable the model with log_probs='auto'"
         )
 
 
