@@ -21,14 +21,16 @@ from transformers import PreTrainedModel
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
+from ..generation.call_context import active_call_of_thread
 from ..generation.model_state import ModelState
 from ..generation.options import Options
 from ..generation.report import ForwardReport
+from ..generation.routing.choices import RouterChoices
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .replayed_rows import AsEver, ReplayedRows
+from .replayed_rows import Routing
 from .reuse import KeptRows, ModelThen, Prefixes, keep
-from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
+from .rows import NAMES, WITHOUT_EFFECT, Batch, check_arguments, read_batch
 from .support import (
     check_backward_hooks,
     check_decoder,
@@ -46,13 +48,15 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if cache_in(kwargs) is not None or not (state.options.share_forward or state.replayed is not None):
+    call = active_call_of_thread.get()  # whose passes replay nothing but what it has recorded
+    replayed = state.replayed if call is None else call.recorder and call.recorder.made
+    if cache_in(kwargs) is not None or not (state.options.share_forward or replayed is not None):
         return original(*args, **kwargs)
     if _is_transformed():
-        if state.replayed is not None:
+        if replayed is not None:
             raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
-    return _forward(state, decoder, original, args, kwargs)
+    return _forward(state, decoder, original, args, kwargs, replayed)
 
 
 def _is_transformed() -> bool:
@@ -69,6 +73,7 @@ def _forward(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    replayed: RouterChoices | None,
 ) -> Any:
     given = dict(kwargs)
     if args:
@@ -79,8 +84,8 @@ def _forward(
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
     try:
-        routing = AsEver() if state.replayed is None else ReplayedRows.of(state.replayed, decoder, given)
-        report.replayed = routing.count
+        routing = Routing() if replayed is None else Routing.of(replayed, decoder, given)
+        report.replayed = int((routing.places >= 0).sum())
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
@@ -102,13 +107,17 @@ def _shared(
     structure: Structure,
     given: dict[str, Any],
     report: ForwardReport,
-    routing: AsEver,
+    routing: Routing,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
-    options, last = routing.kept(state.options, state.last_rows)
-    state.last_rows = None
+    options, last, state.last_rows = state.options, state.last_rows, None
+    if routing.batch is not None:  # of whose routing nothing is kept
+        options, last = replace(options, reuse_prefix=False, log_probs="auto"), None
     most = _most_kept(options, decoder, given)
-    batch = routing.keyed(_checked_batch(decoder, structure, given, alone=most > 0 or last is not None))
+    if not options.share_forward:
+        raise Unsupported("share_forward=False")
+    _check_pass(decoder, structure, given)
+    batch = routing.batch or read_batch(decoder, given, least=1 if most or last is not None else 2)
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -148,12 +157,12 @@ def _shared(
     return _of_rows(decoder, output, index, given)
 
 
-def _checked_batch(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], *, alone: bool) -> Batch:
-    """The rows of a pass, which may be one row `alone`; raises `Unsupported` if the decoder cannot pack them now."""
+def _check_pass(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any]) -> None:
+    """Raise `Unsupported` if the decoder cannot pack the rows of a pass now."""
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
-    return read_batch(decoder, given, least=1 if alone else 2)
+    check_arguments(given)
 
 
 def _fill_by_stock(
@@ -253,7 +262,7 @@ def _run_packed(
     batch: Batch,
     trie: Trie,
     given: dict[str, Any],
-    routing: AsEver,
+    routing: Routing,
 ) -> Any:
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}

@@ -129,7 +129,7 @@ def test_layers_that_choose_unlike_numbers_are_refused():
     routers = [torch.nn.Identity(), torch.nn.Identity()]
     collected = Collected(routers)
     for layer, chosen in enumerate((2, 3)):
-        collected.visit(layer, lambda chosen=chosen: (torch.zeros(5, 8), torch.zeros(5, chosen, dtype=torch.long)))
+        collected(layer, lambda chosen=chosen: (torch.zeros(5, 8), torch.zeros(5, chosen, dtype=torch.long)))
     with pytest.raises(ValueError, match="unlike numbers of experts"):
         collected.of_layers()
 

@@ -46,11 +46,10 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
 
 
 def _recorded(model: PreTrainedModel, cache: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass over a cache that is recorded, where the call asks for what routers choose; a captured one does it."""
+    """A pass that records what routers choose, where the call asks for it; captured ones do by themselves."""
     call = active_call_of(model)
-    if call is None or call.recorder is None or isinstance(cache, CapturedCache):
+    if call is None or (recorder := call.recorder) is None or isinstance(cache, CapturedCache):
         return original
-    recorder = call.recorder
     return lambda *args, **kwargs: recorder.run(cache, partial(original, *args, **kwargs))
 
 
