@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import Unsupported
+from ..generation.options import Options
 from ..generation.routing.choices import Numbers, RouterChoices
 from ..generation.routing.routers import Replayed, routers_of, visiting, visitor_of_thread
 from ..generation.structure import Structure
@@ -49,15 +50,26 @@ class Routing:
         keyed = []
         for number, row in enumerate(batch.rows):
             if (found := choices.find(row.keys, number)) is None:
-                longest = max((len(one.ids) for one in choices.rows), default=0)
                 raise ValueError(
                     f"row {number} of the pass has {len(row.keys)} tokens, with which none of {len(choices)} recorded "
-                    f"rows of up to {longest} tokens begins; replay choices of the call that drew this row, or end "
-                    "replay_routing before passes over other rows"
+                    "rows begins; replay choices of the call that drew it, or end replay_routing before other passes"
                 )
             places[number, row.column : row.column + len(found)] = found
             keyed.append(row._replace(keys=(row.keys << 32) + found + 1))  # sorted as without choices
         return cls(choices, replace(batch, rows=keyed), places, routers_of(decoder))
+
+    def kept(self, options: Options, last: object) -> tuple[Options, object]:
+        """Options and rows of the last pass, as far as what is kept is of this routing; raises `Unsupported`."""
+        if not options.share_forward:
+            raise Unsupported("share_forward=False")
+        if self.batch is None:
+            return options, last
+        return replace(options, reuse_prefix=False, log_probs="auto"), None
+
+    def run(self, structure: Structure, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The decoder's own pass over the batch."""
+        with self.running(structure):
+            return run(*args, **kwargs)
 
     @contextmanager
     def running(self, structure: Structure, packed: Numbers | slice = slice(None)) -> Iterator[None]:
@@ -71,12 +83,4 @@ class Routing:
         with recomputed_inside(structure.walk.modules, visitor_of_thread.get, inside), inside(replayed):
             yield
         if (seen := len(replayed.seen)) < (count := len(self.routers)):
-            raise ValueError(
-                f"{seen} of {count} routers ran where they can be told what to choose; do not compile layers of a "
-                "model whose routing is replayed"
-            )
-
-    def run(self, structure: Structure, run: Callable[..., Any], **arguments: Any) -> Any:
-        """The decoder's own pass over the batch."""
-        with self.running(structure):
-            return run(**arguments)
+            raise ValueError(f"{seen} of {count} routers were told what to choose; do not compile layers of the model")

@@ -25,7 +25,6 @@ from ..generation.call_context import active_call_of_thread
 from ..generation.model_state import ModelState
 from ..generation.options import Options
 from ..generation.report import ForwardReport
-from ..generation.routing.choices import RouterChoices
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
 from .replayed_rows import Routing
@@ -48,15 +47,14 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    call = active_call_of_thread.get()  # whose passes replay nothing but what it has recorded
-    replayed = state.replayed if call is None else call.recorder and call.recorder.made
-    if cache_in(kwargs) is not None or not (state.options.share_forward or replayed is not None):
+    may_replay = state.replayed is not None or state.options.log_probs == "trainer"
+    if cache_in(kwargs) is not None or not (state.options.share_forward or may_replay):
         return original(*args, **kwargs)
     if _is_transformed():
-        if replayed is not None:
+        if state.replayed is not None:
             raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
-    return _forward(state, decoder, original, args, kwargs, replayed)
+    return _forward(state, decoder, original, args, kwargs)
 
 
 def _is_transformed() -> bool:
@@ -73,7 +71,6 @@ def _forward(
     original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    replayed: RouterChoices | None,
 ) -> Any:
     given = dict(kwargs)
     if args:
@@ -83,6 +80,8 @@ def _forward(
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
+    call = active_call_of_thread.get()  # whose passes replay nothing but what it has recorded
+    replayed = state.replayed if call is None else call.recorder and call.recorder.made
     try:
         routing = Routing() if replayed is None else Routing.of(replayed, decoder, given)
         report.replayed = int((routing.places >= 0).sum())
@@ -90,8 +89,7 @@ def _forward(
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
             report.path, report.reason = "stock", str(error)
-        with routing.running(structure):
-            return original(*args, **kwargs)
+        return routing.run(structure, original, *args, **kwargs)
     except BaseException as error:
         report.fail(error)
         raise
@@ -110,14 +108,10 @@ def _shared(
     routing: Routing,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
-    options, last, state.last_rows = state.options, state.last_rows, None
-    if routing.batch is not None:  # of whose routing nothing is kept
-        options, last = replace(options, reuse_prefix=False, log_probs="auto"), None
+    options, last = routing.kept(state.options, state.last_rows)
+    state.last_rows = None
     most = _most_kept(options, decoder, given)
-    if not options.share_forward:
-        raise Unsupported("share_forward=False")
-    _check_pass(decoder, structure, given)
-    batch = routing.batch or read_batch(decoder, given, least=1 if most or last is not None else 2)
+    batch = _checked_batch(decoder, structure, given, routing, alone=most > 0 or last is not None)
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -157,12 +151,15 @@ def _shared(
     return _of_rows(decoder, output, index, given)
 
 
-def _check_pass(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any]) -> None:
-    """Raise `Unsupported` if the decoder cannot pack the rows of a pass now."""
+def _checked_batch(
+    decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], routing: Routing, *, alone: bool
+) -> Batch:
+    """The rows of a pass, which may be one row `alone`; raises `Unsupported` if the decoder cannot pack them now."""
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
     check_arguments(given)
+    return routing.batch or read_batch(decoder, given, least=1 if alone else 2)
 
 
 def _fill_by_stock(

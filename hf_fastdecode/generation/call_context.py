@@ -274,6 +274,10 @@ class ActiveCall:
     recorder: Recorder | None = None
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
+    def __post_init__(self) -> None:
+        if self.recorder is not None and not self.loop_is_ours:
+            raise ValueError("output_router_choices=True records no loops of others; leave custom_generate out")
+
     @property
     def report(self) -> CallReport | None:
         """The report of the last of its calls of transformers' `generate`; None before the path of the first."""

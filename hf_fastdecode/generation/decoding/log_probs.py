@@ -98,10 +98,7 @@ def adding_choices(
     *,
     then: Callable[[Any], Any],
 ) -> Callable[[Any], Any]:
-    """What adds the experts that routers chose to a loop's output, where they are asked for, and calls `then`.
-
-    Takes and raises what `adding_log_probs` does.
-    """
+    """A function that adds routers' choices to a loop's output, where asked for, and calls `then`; also raises."""
     call = active_call_of(model)
     if call is None or (recorder := call.recorder) is None:
         return then
@@ -219,11 +216,7 @@ class _TrainerLogProbs:
 
 
 def _drawn(tokens: Tensor, stopping: Stopping, pad: Tensor | None) -> Tensor:
-    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to the padding after a stop.
-
-    Args:
-        pad: The token that follows a row's end; None if there is none.
-    """
+    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to `pad` after a stop."""
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
     if stopping.custom and stopping.pads and pad is not None:

@@ -36,8 +36,9 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
                 f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} "
                 "and otherwise ignores: the pass runs without it"
             )
-        original = _recorded(model, cache, model_state.methods.original(model, "forward"))
-        labels = kwargs.get("labels")
+        original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
+        if cache is not None and not torch.compiler.is_compiling():
+            original = _recorded(model, cache, original)
         if not isinstance(labels, Tensor) or torch.compiler.is_compiling():
             return original(*args, **kwargs)
         with with_labels(labels):

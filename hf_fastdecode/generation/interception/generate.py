@@ -185,10 +185,6 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in (*given.items(), *kwargs.items()) if isinstance(one, Tensor)}
-        if recorder is not None and not ours:
-            raise ValueError(
-                f"{CHOICES}=True records loops of this package and of transformers; leave custom_generate out"
-            )
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, recorder=recorder)
         token = active_call_of_thread.set(call)
         try:
@@ -198,9 +194,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                     if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                         forget_offset(model)
-                    if (
-                        ours and ranks.alone and recorder is None
-                    ):  # several do not capture prefill, and agree on who does
+                    if ours and ranks.alone and recorder is None:  # several agree on who captures, and not prefill
                         _begin_prefill(model_state, model, call, args, kwargs)
                     output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:

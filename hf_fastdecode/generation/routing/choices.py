@@ -27,7 +27,7 @@ class RecordedRow(NamedTuple):
 
     Attributes:
         ids: ``[length]``: its tokens, without padding.
-        tokens: ``[length - 1]``: where choices for its tokens are stored, but for the last, which no layer computed.
+        tokens: ``[length]``: where their choices are stored; -1 for the last, which no layer computed.
     """
 
     ids: Numbers
@@ -42,7 +42,7 @@ class RouterChoices:
 
     Attributes:
         stored: ``[stored, layers, experts_per_token]``, each different one once, in uint8 for up to 256 experts, else
-            int16 or int32, on the model's first device with experts.
+            int16, on the model's first device with experts.
         rows: The rows, in the order of `generate`'s output.
         experts: How many each layer of experts has.
     """
@@ -61,12 +61,12 @@ class RouterChoices:
 
     def __repr__(self) -> str:
         stored, layers, count = self.stored.shape
-        what = f"{count} experts in each of {layers} layers"
-        return f"RouterChoices({len(self)} rows, {stored} stored: {what}, {self.stored.nbytes:,} bytes)"
+        what = f"{stored} stored: {count} experts in each of {layers} layers, {self.stored.nbytes:,} bytes"
+        return f"RouterChoices({len(self)} rows, {what})"
 
     def of_row(self, row: int) -> Tensor:
         """A copy of a row's choices ``[length - 1, layers, experts_per_token]``, for its tokens but the last one."""
-        return self.stored[torch.from_numpy(self.rows[row].tokens).to(self.stored.device)]
+        return self.stored[torch.from_numpy(self.rows[row].tokens[:-1]).to(self.stored.device)]
 
     def find(self, ids: Numbers, number: int) -> Numbers | None:
         """Where choices for a row's tokens are stored, -1 for a last token without; None if no row begins with them.
@@ -79,10 +79,8 @@ class RouterChoices:
             for at, row in enumerate(self.rows)
             if len(row.ids) >= length and np.array_equal(row.ids[:length], ids)
         )
-        if (best := min(fits, default=None)) is None:
-            return None
-        tokens = self.rows[best[2]].tokens[:length]
-        return np.pad(tokens, (0, length - len(tokens)), constant_values=-1)
+        best = min(fits, default=None)
+        return None if best is None else self.rows[best[2]].tokens[:length]
 
 
 class Recorder:
@@ -112,7 +110,7 @@ class Recorder:
     def run(self, cache: Any, run: Callable[[], Any]) -> Any:
         """Run a pass over a cache, and record it if it is the call's: logits processors may run others."""
         shared = isinstance(cache, SharedContextCache)
-        if cache is None or not (shared or cache is self._cache):
+        if not shared and cache is not self._cache:
             return run()
         current = cache.state.current if shared else None
         first = cache.suffix_length if shared else self._count
@@ -131,7 +129,7 @@ class Recorder:
         return output
 
     def take_step(self, first: int, chosen: Tensor) -> None:
-        """Record choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
+        """Keep choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
         self._steps[first] = self._take(chosen)
 
     def _take(self, chosen: Tensor) -> Numbers:
@@ -146,6 +144,8 @@ class Recorder:
         ids = [row[real] for row, real in zip(sequences.cpu().numpy(), columns, strict=True)]
         parts = [self._steps[first].reshape(len(ids), -1) for first in sorted(self._steps)]
         steps = np.concatenate([np.zeros((len(ids), 0), np.int64), *parts], axis=1)
+        if not self._paths and steps.shape[1] < sequences.shape[1] - 1:
+            raise ValueError("passes of this call were not recorded; compile none (disable_compile=True)")
         if self._paths:
             of_nodes = [[self._segments[one.segment][one.start : one.stop] for one in path] for path in self._paths]
             tokens = [np.concatenate([*nodes, row]) for nodes, row in zip(of_nodes, steps, strict=True)]
@@ -159,7 +159,7 @@ class Recorder:
         words = numbers.view(np.dtype((np.void, numbers.itemsize * numbers.shape[1])))[:, 0]
         _, first, number = np.unique(words, return_index=True, return_inverse=True)  # equal ones once
         placed = np.split(number[at], np.cumsum([len(one) for one in tokens])[:-1])
-        rows = tuple(map(RecordedRow, ids, placed))
+        rows = tuple(RecordedRow(one, np.append(part, -1)) for one, part in zip(ids, placed, strict=True))
         self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts)
         self.begin()
         return self.made

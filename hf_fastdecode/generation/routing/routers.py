@@ -22,16 +22,13 @@ from ..._compat import COMPILED_CALL, setting, uncompiled_call
 from ...instance_methods import Change, Switch
 from ..fused.experts import ROUTERS
 
-_EXPERTS = "_apply_gate"
-"""Method of modules whose experts run by transformers' interface."""
-
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """The routers of a model, in the order of its layers; raises ValueError if not each layer of experts has one."""
     every = list(model.modules())
     routers = [one for one in every if ROUTERS.may_be(type(one)) and one._parameters.get("weight") is not None]
-    layers = sum(hasattr(one, _EXPERTS) for one in every)
-    if not routers or layers not in (0, len(routers)):  # 0: experts that do not run by that interface
+    layers = sum(hasattr(one, "_apply_gate") for one in every)  # of experts that run by transformers' interface
+    if not routers or layers not in (0, len(routers)):
         raise ValueError(
             f"{type(model).__name__} has {len(routers)} routers that choose by torch.topk for {layers} layers of "
             "experts; others, as those that drop tokens beyond a capacity, and copies, as of PEFT's modules_to_save, "
