@@ -86,9 +86,7 @@ class _PackedKV(SharedKV):
 
 
 def recomputed_inside(
-    modules: Iterable[nn.Module],
-    current: Callable[[], Any],
-    inside: Callable[[Any], AbstractContextManager[None]],
+    modules: Iterable[nn.Module], current: Callable[[], Any], inside: Callable[[Any], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
     """Context of a pass in which functions that these modules checkpoint run `inside` the `current` pass again."""
     changes = [

@@ -81,7 +81,7 @@ def _forward(
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
     call = active_call_of_thread.get()  # whose passes replay nothing but what it has recorded
-    replayed = state.replayed if call is None else call.recorder and call.recorder.made
+    replayed = state.replayed if call is None else getattr(call.recorder, "made", None)
     try:
         routing = Routing() if replayed is None else Routing.of(replayed, decoder, given)
         report.replayed = int((routing.places >= 0).sum())

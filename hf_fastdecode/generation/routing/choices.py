@@ -73,14 +73,9 @@ class RouterChoices:
 
         Of several rows, that of the given `number` counts, or else the shortest.
         """
-        length = len(ids)
-        fits = (
-            (at != number, len(row.ids), at)
-            for at, row in enumerate(self.rows)
-            if len(row.ids) >= length and np.array_equal(row.ids[:length], ids)
-        )
-        best = min(fits, default=None)
-        return None if best is None else self.rows[best[2]].tokens[:length]
+        fits = [at for at, row in enumerate(self.rows) if np.array_equal(row.ids[: len(ids)], ids)]
+        best = min(fits, key=lambda at: (at != number, len(self.rows[at].ids)), default=None)
+        return None if best is None else self.rows[best].tokens[: len(ids)]
 
 
 class Recorder:
@@ -96,12 +91,7 @@ class Recorder:
         self.begin()
 
     def begin(self, cache: Any = None, paths: Sequence[Path] = ()) -> None:
-        """Forget all passes: the call begins, or begins again otherwise.
-
-        Args:
-            cache: The one of the loop where that runs stock.
-            paths: The nodes of each row, which prefill is to fill; () where the call runs stock.
-        """
+        """Forget all passes: begin, or begin again, a stock call's loop over a cache, or prefill of rows' paths."""
         self._cache, self._paths, self._count = cache, paths, 0
         self._parts: list[Tensor] = []
         self._segments: dict[int, Numbers] = {}
@@ -144,14 +134,14 @@ class Recorder:
         ids = [row[real] for row, real in zip(sequences.cpu().numpy(), columns, strict=True)]
         parts = [self._steps[first].reshape(len(ids), -1) for first in sorted(self._steps)]
         steps = np.concatenate([np.zeros((len(ids), 0), np.int64), *parts], axis=1)
-        if not self._paths and steps.shape[1] < sequences.shape[1] - 1:
-            raise ValueError("passes of this call were not recorded; compile none (disable_compile=True)")
         if self._paths:
             of_nodes = [[self._segments[one.segment][one.start : one.stop] for one in path] for path in self._paths]
             tokens = [np.concatenate([*nodes, row]) for nodes, row in zip(of_nodes, steps, strict=True)]
+            tokens = [one[: len(row) - 1] for one, row in zip(tokens, ids, strict=True)]
+        elif steps.shape[1] < sequences.shape[1] - 1:
+            raise ValueError("not all passes of this call were recorded; compile none (disable_compile=True)")
         else:
             tokens = [row[real[:-1]] for row, real in zip(steps, columns, strict=True)]
-        tokens = [one[: len(row) - 1] for one, row in zip(tokens, ids, strict=True)]
         used, at = np.unique(np.concatenate(tokens), return_inverse=True)
         kept = torch.cat(self._parts)
         kept = kept[torch.from_numpy(used).to(kept.device)]

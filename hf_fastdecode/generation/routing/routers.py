@@ -99,18 +99,16 @@ class Collected:
 
 
 class Replayed:
-    """A visitor by which routers choose what is given.
+    """A visitor by which routers choose what is `stored`, as in `RouterChoices`, of `experts` of each layer.
 
     Args:
-        stored: ``[stored, layers, experts_per_token]`` of integers.
-        experts: How many each layer has.
         tokens: ``[tokens]`` int64: for each token of the pass, where its choices are stored; -1 for its own.
     """
 
     def __init__(self, stored: Tensor, experts: Sequence[int], tokens: Tensor):
         self._stored, self._experts = stored, experts
-        self._at = tokens.clamp(min=0).to(stored.device)
-        self._known = None if bool((tokens >= 0).all()) else (tokens >= 0)[:, None].to(stored.device)
+        self._at, known = tokens.clamp(min=0).to(stored.device), (tokens >= 0)[:, None]
+        self._known = None if bool(known.all()) else known.to(stored.device)
         self.seen: set[int] = set()
 
     def __call__(self, layer: int, run: Callable[[], Any]) -> Any:
@@ -122,7 +120,7 @@ class Replayed:
             given = f"{self._stored.shape[2]} of {self._experts[layer]} for {len(self._at)}"
             raise ValueError(
                 f"router {layer} chooses {chosen.shape[1]} of {experts} experts for {len(chosen)} tokens, "
-                f"and was given {given}, or cannot be told what to choose; replay choices of the same model"
+                f"and was given {given}, or has no topk that can be replaced; replay choices of the same model"
             )
         return output
 
