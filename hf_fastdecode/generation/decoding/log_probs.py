@@ -105,13 +105,13 @@ def adding_choices(
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
     if not config.return_dict_in_generate:
         refusal = "this call returns ids alone; use return_dict_in_generate=True"
-    elif (cache := arguments.get(CACHE)) is None:
+    elif config.use_cache is False:
         refusal = "this call has no cache; leave out use_cache=False"
     elif call.structure is not None and not call.structure.alone:
         refusal = "several processes compute this model; use a model for each"
     if refusal is not None:
         raise ValueError(f"{CHOICES}=True records rows of text that are drawn token by token, and {refusal}")
-    recorder.begin(cache)
+    recorder.begin(arguments.get(CACHE))
     mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
     given = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
 

@@ -422,7 +422,7 @@ def decode(
         if not call.runs_stock:
             return finish(_for_callers(model, shared))
         if call.recorder is not None:
-            call.recorder.begin(model_kwargs[CACHE])
+            call.recorder.begin(model_kwargs.get(CACHE))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         _require_same_draws(call, "transformers")

@@ -139,7 +139,7 @@ class Recorder:
             tokens = [np.concatenate([*nodes, row]) for nodes, row in zip(of_nodes, steps, strict=True)]
             tokens = [one[: len(row) - 1] for one, row in zip(tokens, ids, strict=True)]
         elif steps.shape[1] < sequences.shape[1] - 1:
-            raise ValueError("not all passes of this call were recorded; compile none (disable_compile=True)")
+            raise ValueError("passes that are compiled, or make a cache, are not recorded; use disable_compile=True")
         else:
             tokens = [row[real[:-1]] for row, real in zip(steps, columns, strict=True)]
         used, at = np.unique(np.concatenate(tokens), return_inverse=True)
