@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 from typing import Any
@@ -75,12 +75,8 @@ class ModelState:
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
 
-    @contextmanager
-    def computing(self, model: PreTrainedModel) -> Iterator[None]:
-        """Context of a pass of the model's own method, in which a head computes as in steps."""
-        if not self.options.invariant:
-            yield
-            return
+    def run_invariant(self, model: PreTrainedModel, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A pass of the model's own method, in which a head computes as in steps."""
         structure = self.structure_of(model)
         try:
             fused = structure.fused
@@ -88,7 +84,7 @@ class ModelState:
             raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
         try:
             with nullcontext() if fused is None else fused.installed():
-                yield
+                return run(*args, **kwargs)
         finally:
             structure.release()
 

@@ -39,9 +39,13 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
         original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        if cache is not None:
+        if cache is not None and active_call_of_thread.get() is not None:
             original = _recorded(model, cache, original)
-        with model_state.computing(model), with_labels(labels) if isinstance(labels, Tensor) else nullcontext():
+        if model_state.options.log_probs == "invariant":
+            original = partial(model_state.run_invariant, model, original)
+        if not isinstance(labels, Tensor):
+            return original(*args, **kwargs)
+        with with_labels(labels):
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
