@@ -91,7 +91,8 @@ class GenerateBench(Bench):
         ``first_call_s``: seconds of the first call of the way in this case, with its captures (``first_captures``) and
         the kernels that Triton compiles for it in this process (``first_compiled``), which were not on disk;
         ``first_compile_s``: the sum of their seconds, which overlap. ``prefill_s``: seconds to the first token of all
-        samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``: ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
+        samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
+        ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
         end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens, and an encoder's, once and every
         sample's, as keys and values. ``peak_bytes``: most memory over the weights since the way was turned on, on
