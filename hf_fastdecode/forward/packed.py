@@ -89,16 +89,9 @@ class _PackedKV(SharedKV):
 
 
 def recomputed_inside(
-    modules: Iterable[nn.Module],
-    current: Callable[[], Any],
-    inside: Callable[[Any], AbstractContextManager[None]],
+    modules: Iterable[nn.Module], current: Callable[[], Any], inside: Callable[[Any], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Context of a pass in which functions that these modules checkpoint enter it whenever they are computed.
-
-    Args:
-        current: What this thread's pass is; None outside of it.
-        inside: Makes the context of that.
-    """
+    """Context of a pass in which functions that these modules checkpoint run `inside` the `current` pass again."""
     changes = [
         Change(module, name, partial(_checkpointed, current, inside, checkpoint))
         for module in (modules if torch.is_grad_enabled() else ())

@@ -84,20 +84,15 @@ class Batch:
         }
 
 
-def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int = 2) -> Batch:
-    """Read the arguments of a pass without a cache, of at least so many rows.
-
-    Raises:
-        Unsupported: They are not those of rows of tokens whose masks hide padding alone.
-    """
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Raise `Unsupported` if a pass without a cache has other arguments than rows of tokens."""
     for name, value in given.items():
         if name not in _READ | WITHOUT_EFFECT and not is_nothing(value) and value is not False:
             raise Unsupported(f"the argument {name!r} is not shared in passes without a cache")
-    return read_rows(decoder, given, least=least)
 
 
-def read_rows(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int) -> Batch:
-    """`read_batch` of a pass that may have other arguments, too."""
+def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int) -> Batch:
+    """Read the rows of a pass, at least so many; raises `Unsupported` if their masks hide more than padding."""
     inputs = _inputs(given, least)
     (rows, width), are_ids = inputs.shape[:2], inputs.dim() == 2
     mask = _mask(given.get(NAMES.mask), rows, width)

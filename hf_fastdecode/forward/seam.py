@@ -21,14 +21,15 @@ from transformers import PreTrainedModel
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
+from ..generation.call_context import active_call_of_thread
 from ..generation.model_state import ModelState
 from ..generation.options import Options
 from ..generation.report import ForwardReport
 from ..generation.structure import Structure
 from .packed import CacheOfRows, PackedPass, fill, to_rows
-from .replayed_rows import AsEver, ReplayedRows
+from .replayed_rows import Routing
 from .reuse import KeptRows, ModelThen, Prefixes, keep
-from .rows import NAMES, WITHOUT_EFFECT, Batch, read_batch
+from .rows import NAMES, WITHOUT_EFFECT, Batch, check_arguments, read_batch
 from .support import (
     check_backward_hooks,
     check_decoder,
@@ -46,7 +47,8 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if cache_in(kwargs) is not None or not (state.options.share_forward or state.replayed is not None):
+    may_replay = state.replayed is not None or state.options.log_probs == "trainer"
+    if cache_in(kwargs) is not None or not (state.options.share_forward or may_replay):
         return original(*args, **kwargs)
     if _is_transformed():
         if state.replayed is not None:
@@ -78,17 +80,18 @@ def _forward(
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
+    call = active_call_of_thread.get()  # whose passes replay nothing but what it has recorded
+    replayed = state.replayed if call is None else getattr(call.recorder, "made", None)
     try:
-        routing = AsEver() if state.replayed is None else ReplayedRows.of(state.replayed, decoder, given)
-        report.replayed = routing.count
+        routing = Routing() if replayed is None else Routing.of(replayed, decoder, given)
+        report.replayed = int((routing.places >= 0).sum())
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
             if state.options.invariant:
                 raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
             report.path, report.reason = "stock", str(error)
-        with routing.running(structure):
-            return original(*args, **kwargs)
+        return routing.run(structure, original, *args, **kwargs)
     except BaseException as error:
         report.fail(error)
         raise
@@ -104,14 +107,14 @@ def _shared(
     structure: Structure,
     given: dict[str, Any],
     report: ForwardReport,
-    routing: AsEver,
+    routing: Routing,
 ) -> Any:
     """The output of the packed pass, or of the last one's rows; raises `Unsupported`."""
     options, last = routing.kept(state.options, state.last_rows)
     state.last_rows = None
     most = _most_kept(options, decoder, given)
     alone = most > 0 or last is not None or options.invariant
-    batch = routing.keyed(_checked_batch(decoder, structure, given, alone=alone))
+    batch = _checked_batch(decoder, structure, given, routing, alone=alone)
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -151,12 +154,15 @@ def _shared(
     return _of_rows(decoder, output, index, given)
 
 
-def _checked_batch(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], *, alone: bool) -> Batch:
+def _checked_batch(
+    decoder: PreTrainedModel, structure: Structure, given: dict[str, Any], routing: Routing, *, alone: bool
+) -> Batch:
     """The rows of a pass, which may be one row `alone`; raises `Unsupported` if the decoder cannot pack them now."""
     if (reason := structure.kept("forward", lambda: reason_of(check_decoder, decoder, structure))) is not None:
         raise Unsupported(reason)
     check_settings(decoder, structure, given)
-    return read_batch(decoder, given, least=1 if alone else 2)
+    check_arguments(given)
+    return routing.batch or read_batch(decoder, given, least=1 if alone else 2)
 
 
 def _fill_by_stock(
@@ -262,7 +268,7 @@ def _run_packed(
     batch: Batch,
     trie: Trie,
     given: dict[str, Any],
-    routing: AsEver,
+    routing: Routing,
 ) -> Any:
     """The output of the decoder's own method for the distinct tokens that are computed."""
     arguments = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}

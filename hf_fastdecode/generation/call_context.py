@@ -251,8 +251,7 @@ class ActiveCall:
         inputs: Images, videos or audio that are held back.
         context: What our loop decodes; None for a call that it hands over to transformers' loops.
         gathered: How parameters that processes divide were gathered; None where they were not.
-        records: Whether what routers choose is asked for.
-        recorder: Records it, from when the call decodes until its rows are finished.
+        recorder: Records what routers choose, where that is asked for.
         of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
             do not decode.
     """
@@ -270,16 +269,12 @@ class ActiveCall:
     context: CallContext | None = None
     scope: CallScope = field(default_factory=CallScope)
     gathered: tuple[int, float] | None = field(default=None, init=False)
-    records: bool = False
-    recorder: Recorder | None = field(default=None, init=False)
+    recorder: Recorder | None = None
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     def __post_init__(self) -> None:
-        if self.records and not self.loop_is_ours:
-            raise ValueError(
-                "output_router_choices=True records the loops of this package and of transformers, and another one "
-                "decodes this call; leave custom_generate out, or output_router_choices"
-            )
+        if self.recorder is not None and not self.loop_is_ours:
+            raise ValueError("output_router_choices=True records no loops of others; leave custom_generate out")
 
     @property
     def report(self) -> CallReport | None:

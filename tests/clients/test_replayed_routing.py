@@ -17,9 +17,6 @@ EXPERTS = {
 ALONE = {"router_aux_loss_coef": 0.0}
 
 
-ALONE = {"router_aux_loss_coef": 0.0}
-
-
 @pytest.mark.parametrize(
     ("options", "path"),
     [

@@ -132,7 +132,8 @@ def test_equal_tokens_with_other_choices_are_not_shared():
     model, rows, choices = rollout(perturbed=True)
     rows = {name: one[[0, 0]] for name, one in rows.items()}
     row, stored = choices.rows[0], choices.stored
-    other = row._replace(tokens=row.tokens + len(stored) * (torch.arange(len(row.tokens)) >= 40).numpy())
+    later = (torch.arange(len(row.tokens)) >= 40).numpy() & (row.tokens >= 0)
+    other = row._replace(tokens=row.tokens + len(stored) * later)
     given = replace(choices, stored=torch.cat([stored, (stored + 1) % 8]), rows=(row, other))
     found = scored(model, rows, given)
     report = fd.explain(model).last_forward
@@ -169,7 +170,10 @@ def test_it_lasts_until_another_call_or_the_end_of_a_block():
     with pytest.raises(RuntimeError), fd.replay_routing(model, choices[:2]):
         raise RuntimeError
     assert torch.equal(model(**rows).logits, replayed)
-    sampled(model)  # passes with a cache choose as ever
+    fd.enable(model, log_probs="trainer")
+    output = sampled(model, output_router_choices=False)  # whose passes choose as ever, also the one over its rows
+    assert not torch.equal(output.sequences, rows["input_ids"])
+    assert not fd.explain(model).last_forward.replayed
     fd.disable(fd.enable(model))
     assert torch.equal(fd.enable(model, min_saved_tokens=1)(**rows).logits, plain)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.fused import experts
-from hf_fastdecode.generation.routing.routers import Collected
+from hf_fastdecode.generation.routing.routers import Collected, routers_of, visiting
 
 from ..tiny_models import ragged_prompts, tiny_model
 from .launches import fuse_on_the_cpu
@@ -34,6 +36,46 @@ def test_they_are_those_of_a_pass_over_the_rows(family, least):
     for row, (chosen, mask) in enumerate(zip(expected, rows["attention_mask"] > 0, strict=True)):
         assert torch.equal(choices.of_row(row).long().sort(-1)[0], chosen[mask][:-1].sort(-1)[0])
         assert choices.rows[row].ids.tolist() == rows["input_ids"][row][mask].tolist()
+
+
+@pytest.mark.parametrize("least", [1, 10**6], ids=["shared", "stock"])
+def test_passes_of_logits_processors_are_not_recorded(least):
+    model = fd.enable(mixture(), min_saved_tokens=least)
+
+    def passes(ids, scores):
+        model(ids[:2, :5])
+        model(ids[:, :5], use_cache=True, **{CACHE: DynamicCache()})
+        model.generate(ids[:1, :5], max_new_tokens=1)
+        return scores
+
+    output = sampled(model, guidance_scale=1.5, logits_processor=[passes])
+    rows = rows_of(output.sequences)
+    expected = chosen_in(fd.disable(model), rows)
+    for row, (chosen, mask) in enumerate(zip(expected, rows["attention_mask"] > 0, strict=True)):
+        assert torch.equal(output.router_choices.of_row(row).long().sort(-1)[0], chosen[mask][:-1].sort(-1)[0])
+
+
+def test_passes_that_overlap_in_threads_do_not_nest():
+    model = mixture(num_hidden_layers=1)
+    routers = routers_of(model)
+    with ExitStack() as last:
+        for _ in range(1000):
+            current = ExitStack()
+            current.enter_context(visiting(routers, Collected(routers)))
+            last.close()
+            last.push(current)
+        model(**PROMPTS)
+    assert vars(routers[0]).keys() == vars(mixture().model.layers[0].mlp.gate).keys()
+
+
+def test_an_enabled_model_compiles_whole():
+    model = fd.enable(tiny_model("llama-gqa"))
+    compiled = torch.compile(model.forward, fullgraph=True, backend="eager")
+    ids = torch.arange(8)[None]
+    cache = StaticCache(model.config, max_cache_len=16)
+    with torch.no_grad():
+        found = compiled(input_ids=ids, **{CACHE: cache}).logits
+        torch.testing.assert_close(found, model(ids).logits, rtol=0, atol=1e-5)
 
 
 def test_shared_tokens_are_stored_once():
@@ -105,6 +147,7 @@ def test_captured_steps_record_what_their_kernels_choose(family, monkeypatch, un
     [
         ({"return_dict_in_generate": False}, "use return_dict_in_generate=True"),
         ({"num_beams": 3, "do_sample": False}, "runs beam search; use num_beams=1"),
+        ({"use_cache": False}, "has no cache; leave out use_cache=False"),
         ({"custom_generate": lambda model, input_ids, **_: input_ids}, "leave custom_generate out"),
     ],
 )
@@ -129,7 +172,7 @@ def test_layers_that_choose_unlike_numbers_are_refused():
     routers = [torch.nn.Identity(), torch.nn.Identity()]
     collected = Collected(routers)
     for layer, chosen in enumerate((2, 3)):
-        collected.visit(layer, lambda chosen=chosen: (torch.zeros(5, 8), torch.zeros(5, chosen, dtype=torch.long)))
+        collected(layer, lambda chosen=chosen: (torch.zeros(5, 8), torch.zeros(5, chosen, dtype=torch.long)))
     with pytest.raises(ValueError, match="unlike numbers of experts"):
         collected.of_layers()
 

@@ -1,15 +1,15 @@
-"""Log-probabilities of drawn tokens by a pass over the finished rows, as a trainer runs it (``log_probs="trainer"``).
+"""What a call adds to its finished rows: a trainer's log-probabilities, and the experts that routers chose.
 
-Steps and a trainer's passes add up in other orders, so that their log-probabilities differ by rounding. This pass is a
-trainer's: whole rows, padding at the left and after a row's end, and no positions. `forward.seam` computes in it once
-what rows share, and keeps last hidden states, by which later passes over these rows need no layers.
+With ``log_probs="trainer"`` a pass over the finished rows has the log-probabilities of drawn tokens. Steps and a
+trainer's passes add up in other orders, so that theirs differ by rounding. This pass is a trainer's: whole rows,
+padding at the left and after a row's end, and no positions. `forward.seam` computes in it once what rows share, and
+keeps last hidden states, by which later passes over these rows need no layers.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,12 +26,11 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..._compat import pad_token
+from ..._compat import CACHE, pad_token
 from ...errors import reason_of
-from ..call_context import active_call_of_thread
+from ..call_context import active_call_of, active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
 from ..model_state import last_forward_of, owned_by, state_of
-from ..routing.replay import replay_routing
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -39,6 +38,9 @@ from .stopping import Stopping
 
 _LOGITS: Final = 2**27
 """Logits that are in memory at once: 512 MiB in fp32, and about twice as much of what is computed from them."""
+
+CHOICES: Final = "output_router_choices"
+"""Argument of `generate`, or field of its config."""
 
 _READ: Final = frozenset({"inputs", "input_ids", "attention_mask"})
 
@@ -71,7 +73,7 @@ def adding_log_probs(
         one.last_rows = None  # the steps may need their memory
     if not (recorders or config.return_dict_in_generate):
         return lambda output: output
-    refusal = refusal_of_rows(model, config.get_generation_mode(arguments.get("assistant_model")))
+    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
     if synced_gpus:  # rows of other lengths may take another number of passes
         refusal = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
     if (refusal := refusal or reason_of(check_noise, model.modules())) is not None:
@@ -96,14 +98,48 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     config = arguments.get("generation_config") or model.generation_config
     returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
     asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
-    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
+    if asks and (state := state_of(model)) is not None and state.options.log_probs != "auto":
         raise ValueError(
-            f"log_probs='trainer' scores rows that this package's loop draws, and {why}; ask for sequences alone, or "
-            "enable the model with log_probs='auto'"
+            f"log_probs={state.options.log_probs!r} is for rows that this package's loop draws, and {why}; ask for "
+            "sequences alone, or enable the model with log_probs='auto'"
         )
 
 
-def refusal_of_rows(model: PreTrainedModel, mode: GenerationMode) -> str | None:
+def adding_choices(
+    model: PreTrainedModel,
+    prompts: Tensor,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    arguments: dict[str, Any],
+    *,
+    then: Callable[[Any], Any],
+) -> Callable[[Any], Any]:
+    """A function that adds routers' choices to a loop's output, where asked for, and calls `then`; also raises."""
+    call = active_call_of(model)
+    if call is None or (recorder := call.recorder) is None:
+        return then
+    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
+    if not config.return_dict_in_generate:
+        refusal = "this call returns ids alone; use return_dict_in_generate=True"
+    elif config.use_cache is False:
+        refusal = "this call has no cache; leave out use_cache=False"
+    elif call.structure is not None and not call.structure.alone:
+        refusal = "several processes compute this model; use a model for each"
+    if refusal is not None:
+        raise ValueError(f"{CHOICES}=True records rows of text that are drawn token by token, and {refusal}")
+    recorder.begin(arguments.get(CACHE))
+    mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
+    given = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
+
+    def finish(output: Any) -> Any:
+        drawn = _drawn(output.sequences[:, prompts.shape[1] :], stopping, pad_token(config))
+        choices = recorder.finish(output.sequences, torch.cat([given > 0, drawn], dim=1))
+        return then(FastDecodeOutput(**{**output, "router_choices": choices}))
+
+    return finish
+
+
+def _refusal(model: PreTrainedModel, mode: GenerationMode) -> str | None:
     """Why rows of a call are not ids that a trainer's pass may be given, and what to do; None if they are."""
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         return f"this call runs {mode.value.replace('_', ' ')}; use num_beams=1 without an assistant"
@@ -145,9 +181,7 @@ class _TrainerLogProbs:
         """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
         sequences = output if isinstance(output, Tensor) else output.sequences
         processes = sequences is not output and not self.sampler.needs_all_rows
-        choices = None if sequences is output else output.get("router_choices")
-        with nullcontext() if choices is None else replay_routing(self.model, choices):
-            raw, processed = self._of(sequences, processes=processes)
+        raw, processed = self._of(sequences, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw)
         if sequences is output:
@@ -158,7 +192,7 @@ class _TrainerLogProbs:
         """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
         width = self.mask.shape[1]
         tokens = sequences[:, width:]
-        drawn = drawn_tokens(tokens, self.stopping, self.pad)
+        drawn = _drawn(tokens, self.stopping, self.pad)
         mask = torch.cat([self.mask, drawn.to(self.mask.dtype)], dim=1)
         raw = torch.zeros_like(tokens, dtype=torch.float32)
         processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
@@ -197,12 +231,8 @@ class _TrainerLogProbs:
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
 
 
-def drawn_tokens(tokens: Tensor, stopping: Stopping, pad: Tensor | None) -> Tensor:
-    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to the padding after a stop.
-
-    Args:
-        pad: The token that follows a row's end; None if there is none.
-    """
+def _drawn(tokens: Tensor, stopping: Stopping, pad: Tensor | None) -> Tensor:
+    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to `pad` after a stop."""
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
     if stopping.custom and stopping.pads and pad is not None:

@@ -36,21 +36,21 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
                 f"a pass was given a SharedContextCache as cache=, which transformers {TRANSFORMERS} calls {CACHE} "
                 "and otherwise ignores: the pass runs without it"
             )
-        original = _recorded(model, cache, model_state.methods.original(model, "forward"))
-        labels = kwargs.get("labels")
+        original, labels = model_state.methods.original(model, "forward"), kwargs.get("labels")
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
+        if cache is not None:
+            original = _recorded(model, cache, original)
         with model_state.computing(model), with_labels(labels) if isinstance(labels, Tensor) else nullcontext():
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
 
 def _recorded(model: PreTrainedModel, cache: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A pass over a cache that is recorded, where the call asks for what routers choose; a captured one does it."""
+    """A pass that records what routers choose, where the call asks for it; captured ones do by themselves."""
     call = active_call_of(model)
-    if call is None or call.recorder is None or isinstance(cache, CapturedCache):
+    if call is None or (recorder := call.recorder) is None or isinstance(cache, CapturedCache):
         return original
-    recorder = call.recorder
     return lambda *args, **kwargs: recorder.run(cache, partial(original, *args, **kwargs))
 
 

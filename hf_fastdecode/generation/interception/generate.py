@@ -45,9 +45,8 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import adding_log_probs, require_scored
+from ..decoding.log_probs import CHOICES, adding_choices, adding_log_probs, require_scored
 from ..decoding.loop import decode_shared
-from ..decoding.router_choices import CHOICES, adding_choices
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
 from ..forward_pass import forget_offset, left_out
@@ -57,6 +56,7 @@ from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.gain import told_by_shapes
 from ..prompts.start import start_shared
 from ..report import CallReport
+from ..routing.choices import Recorder
 from ..steps.modes import call_passes, choose_mode
 from ..steps.prefill_passes import begin_compiling_sampler
 from ..support import check_call, check_sequence_parallel, other_loop
@@ -129,8 +129,8 @@ def _call_context(
         call.scope, held = active_call.scope, active_call.inputs
         if active_call.of_prefill:
             call.options = replace(call.options, max_rows=None)
-        if active_call.records:  # kept prompts were not recorded
-            call.options = replace(call.options, reuse_prefix=False)
+        if (recorder := active_call.recorder) is not None:  # kept prompts were not recorded
+            call.recorder, call.options = recorder, replace(call.options, reuse_prefix=False)
         call.inputs = None if held is None or held.says_nothing else held
         call.places_given = call.names.positions in active_call.given
     return call
@@ -165,7 +165,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
     check_call(call, mode)
     if active_call is None or not (active_call.loop_is_ours or active_call.loop):
         raise Unsupported(_why_not_ours(call.state, call.model))
-    if active_call.records and (loop := other_loop(call, mode)) is not None:
+    if active_call.recorder is not None and (loop := other_loop(call, mode)) is not None:
         raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
     if active_call.model is call.model and active_call.synced_gpus:
         raise Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
@@ -173,9 +173,9 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run the model's own method, with this package's decoding loop as ``custom_generate`` where it takes one."""
-    records = _asks_for_choices(model, args, kwargs)
+    recorder = _recorder(model, args, kwargs)
     told = partial(told_by_shapes, model_state, model, args, kwargs)
-    if not records and not in_several_processes() and (report := told()) is not None:
+    if recorder is None and not in_several_processes() and (report := told()) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
     original = model_state.methods.original(model, "generate")
     given = signature_of(original).bind_partial(*args, **kwargs).arguments | kwargs  # in a wrapper's, too
@@ -184,7 +184,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in given.items() if isinstance(one, Tensor)}
-        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, records=records)
+        call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, recorder=recorder)
         token = active_call_of_thread.set(call)
         try:
             with _gathered(model_state, call), closing(call.scope):
@@ -193,7 +193,7 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                     if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                         forget_offset(model)
-                    if ours and ranks.alone and not records:  # several do not capture prefill, and agree on who does
+                    if ours and ranks.alone and recorder is None:  # several agree on who captures, and not prefill
                         _begin_prefill(model_state, model, call, args, kwargs)
                     output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:
@@ -212,12 +212,12 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
                 call.structure.release()
 
 
-def _asks_for_choices(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call, or its config, asks for what routers choose; takes it out of the arguments."""
+def _recorder(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
+    """A recorder if a call, or its config, asks for what routers choose; takes that out of the arguments."""
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
     if (asked := bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False)))) and cache_in(kwargs) is not None:
         raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
-    return asked
+    return Recorder(model) if asked else None
 
 
 def _takes_our_loop(
@@ -416,7 +416,6 @@ def decode(
         call, active_call.context = active_call.context, None
     if call is not None and call.model is model:
         call.config, call.arguments = generation_config, model_kwargs
-        call.recorder = None if active_call is None else active_call.recorder
         new_tokens = int(generation_config.max_length) - input_ids.shape[1]  # may be another library's integer
         call.set_mode(*choose_mode(call, new_tokens))
         begin_compiling_sampler(call, logits_processor, input_ids)
@@ -433,6 +432,8 @@ def decode(
                 shared = decode_shared(call, passes.make_steps, start, *parts)
         if not call.runs_stock:
             return finish(_for_callers(model, shared))
+        if call.recorder is not None:
+            call.recorder.begin(model_kwargs.get(CACHE))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
         _require_same_draws(call, "transformers")

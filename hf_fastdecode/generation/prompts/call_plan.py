@@ -140,11 +140,13 @@ def unshared_prompts(call: CallContext, compared: ComparedPrompts) -> UnsharedPr
 
     Layers that attend by themselves store suffixes in fewer bytes than nodes, which hold keys and values because their
     bytes are divided by the rows that read them. A node of one row divides them by nothing. Nodes are better where
-    later calls are to reuse prompts, where kernels do not read suffixes, and where suffixes, which all have the length
-    of the longest, take no fewer bytes; or divided between processes. Of a returned cache the next call makes nodes.
+    later calls are to reuse prompts or routers are recorded, where kernels do not read suffixes, and where suffixes,
+    all of the length of the longest, take no fewer bytes; or divided between processes. Of a returned cache the next
+    call makes nodes.
     """
     layout, layers = call.structure.layout, list(call.structure.layout.own.values())
-    if call.options.reuse_prefix or call.shares_anyway or not layers or not layout.attends_by_itself:
+    nodes = call.options.reuse_prefix or call.recorder is not None or call.shares_anyway
+    if nodes or not layers or not layout.attends_by_itself:
         return None
     lengths = zip(compared.groups, compared.unshared_lengths, strict=True)
     tokens = [group.tokens[len(group.tokens) - length :] for group, length in lengths for _ in range(group.count)]

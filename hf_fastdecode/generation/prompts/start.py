@@ -104,7 +104,7 @@ def _begin(call: CallContext, passes: CallPasses, plan: CallPlan) -> Start:
         begin_compiling_attention(call, forest)
     call.report.padded_length, call.report.context_width = width, width - plan.last_again
     if call.recorder is not None:
-        call.recorder.paths = forest.paths  # those of the cache may be merged
+        call.recorder.begin(paths=forest.paths)  # those of the cache may be merged
     if plan.unshared is not None:
         return _start_with_unshared(call, plan, plan.unshared)
     # Sent to the device before the prefill is queued there, after which a transfer would wait.

@@ -27,7 +27,7 @@ class RecordedRow(NamedTuple):
 
     Attributes:
         ids: ``[length]``: its tokens, without padding.
-        tokens: ``[length - 1]``: where choices for its tokens are stored, but for the last, which no layer computed.
+        tokens: ``[length]``: where their choices are stored; -1 for the last, which no layer computed.
     """
 
     ids: Numbers
@@ -38,12 +38,11 @@ class RecordedRow(NamedTuple):
 class RouterChoices:
     """The experts that rows chose in each layer of experts (``output_router_choices=True``).
 
-    A token that rows share is stored once. ``choices[rows]`` are those of some rows, by number, slice, list, or tensor
-    of indices or booleans.
+    ``choices[rows]`` are those of some rows, by number, slice, list, or tensor of indices or booleans.
 
     Attributes:
         stored: ``[stored, layers, experts_per_token]``, each different one once, in uint8 for up to 256 experts, else
-            int16 or int32, on the model's first device with experts.
+            int16, on the model's first device with experts.
         rows: The rows, in the order of `generate`'s output.
         experts: How many each layer of experts has.
     """
@@ -51,18 +50,6 @@ class RouterChoices:
     stored: Tensor
     rows: tuple[RecordedRow, ...]
     experts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, computed: Tensor, rows: Sequence[RecordedRow], experts: tuple[int, ...]) -> RouterChoices:
-        """Choices of rows, whose tokens are indices of what was computed, ``[tokens, layers, experts_per_token]``."""
-        used, at = np.unique(np.concatenate([row.tokens for row in rows]), return_inverse=True)
-        kept = computed[torch.from_numpy(used).to(computed.device)]
-        numbers = np.ascontiguousarray(kept.flatten(1).cpu().numpy())
-        words = numbers.view(np.dtype((np.void, numbers.itemsize * numbers.shape[1])))[:, 0]
-        _, first, number = np.unique(words, return_index=True, return_inverse=True)
-        parts = np.split(number[at], np.cumsum([len(row.tokens) for row in rows])[:-1])
-        placed = tuple(row._replace(tokens=part) for row, part in zip(rows, parts, strict=True))
-        return cls(kept[torch.from_numpy(first).to(kept.device)], placed, experts)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -74,56 +61,55 @@ class RouterChoices:
 
     def __repr__(self) -> str:
         stored, layers, count = self.stored.shape
-        what = f"{count} experts in each of {layers} layers"
-        return f"RouterChoices({len(self)} rows, {stored} stored: {what}, {self.stored.nbytes:,} bytes)"
+        what = f"{stored} stored: {count} experts in each of {layers} layers, {self.stored.nbytes:,} bytes"
+        return f"RouterChoices({len(self)} rows, {what})"
 
     def of_row(self, row: int) -> Tensor:
         """A copy of a row's choices ``[length - 1, layers, experts_per_token]``, for its tokens but the last one."""
-        return self.stored[torch.from_numpy(self.rows[row].tokens).to(self.stored.device)]
+        return self.stored[torch.from_numpy(self.rows[row].tokens[:-1]).to(self.stored.device)]
 
     def find(self, ids: Numbers, number: int) -> Numbers | None:
         """Where choices for a row's tokens are stored, -1 for a last token without; None if no row begins with them.
 
         Of several rows, that of the given `number` counts, or else the shortest.
         """
-        length = len(ids)
-        fits = (
-            (at != number, len(row.ids), at)
-            for at, row in enumerate(self.rows)
-            if len(row.ids) >= length and np.array_equal(row.ids[:length], ids)
-        )
-        if (best := min(fits, default=None)) is None:
-            return None
-        tokens = self.rows[best[2]].tokens[:length]
-        return np.pad(tokens, (0, length - len(tokens)), constant_values=-1)
+        fits = [at for at, row in enumerate(self.rows) if np.array_equal(row.ids[: len(ids)], ids)]
+        best = min(fits, key=lambda at: (at != number, len(self.rows[at].ids)), default=None)
+        return None if best is None else self.rows[best].tokens[: len(ids)]
 
 
 class Recorder:
-    """What routers chose in the passes of one call, all of whose rows run in every step.
+    """What routers choose in the passes of a call, in all of which its rows are the same.
 
     Attributes:
-        paths: The nodes of each row as prefill has filled them; () in calls that run stock.
+        made: The choices of the finished rows; None before.
     """
 
-    def __init__(self, model: nn.Module, rows: int):
-        self._routers, self._rows = routers_of(model), rows
-        self._experts: tuple[int, ...] = ()
+    def __init__(self, model: nn.Module):
+        self._routers = routers_of(model)
+        self.made: RouterChoices | None = None
+        self.begin()
+
+    def begin(self, cache: Any = None, paths: Sequence[Path] = ()) -> None:
+        """Forget all passes: begin, or begin again, a stock call's loop over a cache, or prefill of rows' paths."""
+        self._cache, self._paths, self._count = cache, paths, 0
         self._parts: list[Tensor] = []
-        self._count = 0
         self._segments: dict[int, Numbers] = {}
-        self._steps: dict[int, Numbers] = {}  # by place in suffixes, or by column: the token of each row
-        self.paths: tuple[Path, ...] = ()
+        self._steps: dict[int, Numbers] = {}  # tokens of all rows; ascending by place in suffixes, or by pass
 
     def run(self, cache: Any, run: Callable[[], Any]) -> Any:
-        """Run a pass over a cache, if it has one, and record it."""
-        collected, shared = Collected(self._routers), isinstance(cache, SharedContextCache)
+        """Run a pass over a cache, and record it if it is the call's: logits processors may run others."""
+        shared = isinstance(cache, SharedContextCache)
+        if not shared and cache is not self._cache:
+            return run()
         current = cache.state.current if shared else None
-        first = cache.suffix_length if shared else 0 if cache is None else int(cache.get_seq_length())
+        first = cache.suffix_length if shared else self._count
+        collected = Collected(self._routers)
         with visiting(self._routers, collected):
             output = run()
         chosen, self._experts = collected.of_layers(), collected.experts
         if current is None or not current.items:
-            self.take_steps(first, chosen)
+            self.take_step(first, chosen)
             return output
         tokens = self._take(chosen if current.positions is None else chosen[current.positions.to(chosen.device)])
         for item in current.items:
@@ -132,9 +118,9 @@ class Recorder:
             segment[span.start : span.stop], tokens = tokens[: span.length], tokens[span.length :]
         return output
 
-    def take_steps(self, first: int, chosen: Tensor) -> None:
-        """Record choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
-        self._steps |= enumerate(self._take(chosen).reshape(self._rows, -1).T, first)
+    def take_step(self, first: int, chosen: Tensor) -> None:
+        """Keep choices ``[rows * tokens, layers, experts_per_token]`` of tokens that follow `first` in each row."""
+        self._steps[first] = self._take(chosen)
 
     def _take(self, chosen: Tensor) -> Numbers:
         """Keep choices, and number them."""
@@ -142,16 +128,28 @@ class Recorder:
         self._count += len(chosen)
         return np.arange(self._count - len(chosen), self._count)
 
-    def choices(self, sequences: Tensor, shown: Tensor) -> RouterChoices:
+    def finish(self, sequences: Tensor, shown: Tensor) -> RouterChoices:
         """The choices of finished rows ``[rows, width]`` int64, of which a mask shows what is no padding."""
-        steps = np.array([self._steps[place] for place in sorted(self._steps)], np.int64).reshape(-1, self._rows)
-        rows = []
-        for row, (ids, real) in enumerate(zip(sequences.cpu().numpy(), shown.cpu().numpy(), strict=True)):
-            columns = np.flatnonzero(real)
-            if self.paths:
-                path = [self._segments[span.segment][span.start : span.stop] for span in self.paths[row]]
-                tokens = np.concatenate([*path, steps[:, row]])[: len(columns) - 1]
-            else:
-                tokens = steps[columns[:-1], row]
-            rows.append(RecordedRow(ids[columns], tokens))
-        return RouterChoices.of(torch.cat(self._parts), rows, self._experts)
+        columns = [np.flatnonzero(real) for real in shown.cpu().numpy()]
+        ids = [row[real] for row, real in zip(sequences.cpu().numpy(), columns, strict=True)]
+        parts = [self._steps[first].reshape(len(ids), -1) for first in sorted(self._steps)]
+        steps = np.concatenate([np.zeros((len(ids), 0), np.int64), *parts], axis=1)
+        if self._paths:
+            of_nodes = [[self._segments[one.segment][one.start : one.stop] for one in path] for path in self._paths]
+            tokens = [np.concatenate([*nodes, row]) for nodes, row in zip(of_nodes, steps, strict=True)]
+            tokens = [one[: len(row) - 1] for one, row in zip(tokens, ids, strict=True)]
+        elif steps.shape[1] < sequences.shape[1] - 1:
+            raise ValueError("passes that are compiled, or make a cache, are not recorded; use disable_compile=True")
+        else:
+            tokens = [row[real[:-1]] for row, real in zip(steps, columns, strict=True)]
+        used, at = np.unique(np.concatenate(tokens), return_inverse=True)
+        kept = torch.cat(self._parts)
+        kept = kept[torch.from_numpy(used).to(kept.device)]
+        numbers = np.ascontiguousarray(kept.flatten(1).cpu().numpy())
+        words = numbers.view(np.dtype((np.void, numbers.itemsize * numbers.shape[1])))[:, 0]
+        _, first, number = np.unique(words, return_index=True, return_inverse=True)  # equal ones once
+        placed = np.split(number[at], np.cumsum([len(one) for one in tokens])[:-1])
+        rows = tuple(RecordedRow(one, np.append(part, -1)) for one, part in zip(ids, placed, strict=True))
+        self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts)
+        self.begin()
+        return self.made

@@ -19,7 +19,8 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
 
     A row of a pass gets the choices of the recorded row that has its tokens, or begins with them: rows may be
     shuffled, cut and padded. Of several such rows that at its own place counts, or else the shortest. A recorded row's
-    last token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache.
+    last token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache and
+    those of other calls of `generate`.
 
     Args:
         model: An enabled model with experts, or what wraps one, see `enable`.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,23 @@ from ..._compat import COMPILED_CALL, setting, uncompiled_call
 from ...instance_methods import Change, Switch
 from ..fused.experts import ROUTERS
 
-_EXPERTS = "_apply_gate"
-"""Method of modules whose experts run by transformers' interface."""
-
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """The routers of a model, in the order of its layers; raises ValueError if not each layer of experts has one."""
     every = list(model.modules())
     routers = [one for one in every if ROUTERS.may_be(type(one)) and one._parameters.get("weight") is not None]
-    layers = sum(hasattr(one, _EXPERTS) for one in every)
-    if not routers or len(routers) < layers:
+    layers = sum(hasattr(one, "_apply_gate") for one in every)  # of experts that run by transformers' interface
+    if not routers or layers not in (0, len(routers)):
         raise ValueError(
             f"{type(model).__name__} has {len(routers)} routers that choose by torch.topk for {layers} layers of "
-            "experts; others, as those that drop tokens beyond a capacity, are not recorded or replayed: leave out "
-            "output_router_choices and replay_routing"
+            "experts; others, as those that drop tokens beyond a capacity, and copies, as of PEFT's modules_to_save, "
+            "are not recorded or replayed: leave out output_router_choices and replay_routing"
         )
     return routers
 
 
-class Visitor(Protocol):
-    """What is done around the calls of routers in a pass."""
-
-    def visit(self, layer: int, run: Callable[[], Any]) -> Any:
-        """The output of the router of this layer of experts, which `run` computes."""
-        ...
-
+Visitor: TypeAlias = Callable[[int, Callable[[], Any]], Any]
+"""Given a layer of experts, and what computes its router's output, returns that output."""
 
 visitor_of_thread: ContextVar[Visitor | None] = ContextVar("hf_fastdecode_visitor_of_routers", default=None)
 
@@ -59,6 +51,8 @@ def visiting(routers: Sequence[nn.Module], visitor: Visitor) -> Iterator[None]:
     changes = []
     for layer, router in enumerate(routers):
         before = vars(router).get(COMPILED_CALL) or partial(uncompiled_call, router)
+        if isinstance(before, partial) and before.func is _call:  # of another thread's pass, which may end before
+            before = before.args[1]
         changes.append(Change(router, COMPILED_CALL, partial(_call, layer, before)))
     with _calls.on(changes), setting(visitor_of_thread, visitor):
         yield
@@ -68,8 +62,8 @@ def _call(layer: int, before: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     run = partial(before, *args, **kwargs)
     if (visitor := visitor_of_thread.get()) is None:
         return run()
-    with setting(visitor_of_thread, None):  # `before` may be this, of another thread's pass
-        return visitor.visit(layer, run)
+    with setting(visitor_of_thread, None):  # `before` may lead here again
+        return visitor(layer, run)
 
 
 def _read(output: Any) -> tuple[Tensor, int]:
@@ -80,51 +74,44 @@ def _read(output: Any) -> tuple[Tensor, int]:
 
 
 class Collected:
-    """A visitor that keeps what routers choose."""
+    """A visitor that keeps what routers choose; `experts` is how many each layer has."""
 
     def __init__(self, routers: Sequence[nn.Module]):
-        self._count = len(routers)
+        self._count, self.experts = len(routers), (0,) * len(routers)
         self._found: dict[int, tuple[Tensor, int]] = {}
 
-    def visit(self, layer: int, run: Callable[[], Any]) -> Any:
+    def __call__(self, layer: int, run: Callable[[], Any]) -> Any:
         output = run()
         self._found[layer] = _read(output)
         return output
 
-    @property
-    def experts(self) -> tuple[int, ...]:
-        """How many each layer has."""
-        return tuple(self._found[layer][1] for layer in range(self._count))
-
     def of_layers(self) -> Tensor:
         """The experts of each token ``[tokens, layers, experts_per_token]``, in the smallest dtype that holds them."""
-        chosen = [one for _, (one, _) in sorted(self._found.items())]
+        chosen = [self._found[layer][0] for layer in sorted(self._found)]
         if len(chosen) < self._count or len({one.shape for one in chosen}) > 1:
             raise ValueError(
                 f"{len(chosen)} of {self._count} routers were seen, or they choose unlike numbers of experts; compile "
                 "no passes (disable_compile=True), or leave out output_router_choices"
             )
-        most = max(self.experts)
-        dtype = torch.uint8 if most <= 256 else torch.int16 if most <= 2**15 else torch.int32
+        self.experts = tuple(self._found[layer][1] for layer in range(self._count))
+        dtype = torch.uint8 if max(self.experts) <= 256 else torch.int16
         return torch.stack([one.to(chosen[0].device, dtype) for one in chosen], dim=1)
 
 
 class Replayed:
-    """A visitor by which routers choose what is given.
+    """A visitor by which routers choose what is `stored`, as in `RouterChoices`, of `experts` of each layer.
 
     Args:
-        stored: ``[stored, layers, experts_per_token]`` of integers.
-        experts: How many each layer has.
         tokens: ``[tokens]`` int64: for each token of the pass, where its choices are stored; -1 for its own.
     """
 
     def __init__(self, stored: Tensor, experts: Sequence[int], tokens: Tensor):
         self._stored, self._experts = stored, experts
-        self._at = tokens.clamp(min=0).to(stored.device)
-        self._known = None if bool((tokens >= 0).all()) else (tokens >= 0)[:, None].to(stored.device)
+        self._at, known = tokens.clamp(min=0).to(stored.device), (tokens >= 0)[:, None]
+        self._known = None if bool(known.all()) else known.to(stored.device)
         self.seen: set[int] = set()
 
-    def visit(self, layer: int, run: Callable[[], Any]) -> Any:
+    def __call__(self, layer: int, run: Callable[[], Any]) -> Any:
         self.seen.add(layer)
         with _Choosing(self._stored[self._at, layer], self._known, self._experts[layer]) as choosing:
             output = run()
@@ -133,7 +120,7 @@ class Replayed:
             given = f"{self._stored.shape[2]} of {self._experts[layer]} for {len(self._at)}"
             raise ValueError(
                 f"router {layer} chooses {chosen.shape[1]} of {experts} experts for {len(chosen)} tokens, "
-                f"and was given {given}, or cannot be told what to choose; replay choices of the same model"
+                f"and was given {given}, or has no topk that can be replaced; replay choices of the same model"
             )
         return output
 
@@ -141,8 +128,7 @@ class Replayed:
 class _Choosing(TorchFunctionMode):
     """Context of one router, in which `torch.topk` of scores returns given places, and the scores there.
 
-    Where a router first takes the best groups of experts, those of given ones are among them: scores of others count
-    as 0.
+    Of groups of experts that a router takes first, those of given experts are taken, as others' scores count as 0.
     """
 
     def __init__(self, given: Tensor, known: Tensor | None, experts: int):
@@ -165,6 +151,5 @@ class _Choosing(TorchFunctionMode):
             chosen = groups.scatter_(1, chosen // (experts // columns), 1.0).topk(k)[1]
         if self._known is not None:
             chosen = torch.where(self._known.to(input.device), chosen, torch.topk(input, k, dim, **options)[1])
-        if columns == experts:
-            self.chosen = chosen
+        self.chosen = chosen
         return torch.return_types.topk((input.gather(1, chosen), chosen))

@@ -148,7 +148,7 @@ class CapturedSteps:
             self._recapture()
         logits = self._step(self.cache, ids, positions)
         if self._recorder is not None and self._step.chosen is not None:
-            self._recorder.take_steps(self.cache.suffix_length, self._step.chosen.clone())
+            self._recorder.take_step(self.cache.suffix_length, self._step.chosen.clone())
         self.cache.record_captured_step(ids[:, None])
         return logits
 
