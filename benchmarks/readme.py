@@ -9,9 +9,10 @@ from typing import Any, Final, NamedTuple
 from hf_fastdecode.measurement.figures import new_figure, plain_numbers, powers_of_two, save
 from hf_fastdecode.measurement.rows import Measurement, markdown
 
+from .generate.cases import PromptTree
 from .generate.table import cases_of, stock_kv_bytes, stored, timed, where_measured
 from .page_tables import cell
-from .programs_table import beside_vllm, family_of
+from .programs_table import beside_vllm, family_of, runs_behind
 
 SHAPE: Final = "8b-gqa"
 CONTEXT: Final = 2048
@@ -51,12 +52,15 @@ def draw_readme_figures(rows: Sequence[Measurement], folder: Path) -> list[Path]
 
 
 def readme_rows(rows: Sequence[Measurement]) -> list[Measurement]:
-    """Those of README's table: some calls of `SHAPE`, and of each other kind of model the first that vLLM ran too."""
+    """Those of README's table: some calls of `SHAPE`, and of each other kind of model the first that vLLM ran too.
+
+    All are of one prompt.
+    """
     own = _cases(rows)
     chosen = [own[point] for point in _TABLE if point in own]
-    others = {family_of(row).partition(",")[0]: row for row in reversed(beside_vllm(rows)) if row["way"] == "shared"}
-    firsts = [row for family, row in others.items() if family]
-    chosen += [ways for ways in cases_of(rows) if ways.get("shared") in firsts]
+    beside = [row for row in beside_vllm(rows) if row["way"] == "shared" and not PromptTree.of_row(row["shape"])]
+    firsts = {family_of(row).partition(",")[0]: row for row in reversed(beside)}
+    chosen += [ways for ways in cases_of(rows) if ways.get("shared") in firsts.values()]
     return [row for ways in chosen for way, row in ways.items() if way in _SHOWN]
 
 
@@ -65,7 +69,7 @@ def readme_table(rows: Sequence[Measurement]) -> str:
     lines = []
     for ways in cases_of(rows):
         ours = ways["shared"]
-        behind = "vllm" in ways and float(ours["total_s"]) > float(ways["vllm"]["total_s"])
+        behind = runs_behind(ways.get("vllm"), ours)
         calls = [cell(ways.get(way), lambda row: f"{float(row['total_s']):.2f} s") for way in _SHOWN]
         calls[-1] = f"**{calls[-1]}**" if behind else calls[-1]
         model, _, _ = ours["shape"].partition(" ")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -89,9 +89,9 @@ class GenerateBench(Bench):
         """The columns of a way's measurement.
 
         ``first_call_s``: seconds of the first call of the way in this case, with its captures (``first_captures``) and
-        the kernels that Triton compiles in it (``first_compiled``), which were not on disk; ``first_compile_s``: the
-        sum of their seconds, which overlap. ``prefill_s``: seconds to the first token of all samples;
-        ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
+        the kernels that Triton compiles for it in this process (``first_compiled``), which were not on disk;
+        ``first_compile_s``: the sum of their seconds, which overlap. ``prefill_s``: seconds to the first token of all
+        samples; ``single_prefill_s``: stock's, of one sample. ``ms_per_step``:
         ``(time(new_tokens) - time(1)) / (new_tokens - 1)``. ``tokens_per_s``: tokens drawn after the first one of each
         sample, over the time for them. ``total_s``: seconds of the whole call. ``kv_bytes``: held by the cache at its
         end, but for quantized caches; ``floor_kv_bytes``: of the prompts' tokens, and an encoder's, once and every
@@ -157,8 +157,9 @@ class GenerateBench(Bench):
             "prefill_s": timed.percentiles(prefills).p50,
             "single_prefill_s": self._single_prefill(model, case, way),
         }
-        if way.enable is not None:
-            memory |= self._experts(model, case, first[0][:, -few:])
+        if way.enable is not None and not (way.beams or way.single):  # whose steps are of other rows or tokens
+            with suppress(torch.OutOfMemoryError):  # of stock's passes: what was timed stays
+                memory |= self._experts(model, case, first[0][:, -few:])
         return result | {"total_s": timed.percentiles(whole).p50} | memory
 
     def _experts(self, model: PreTrainedModel, case: GenerateCase, drawn: Tensor) -> dict[str, Any]:

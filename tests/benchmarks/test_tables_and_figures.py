@@ -12,7 +12,7 @@ from benchmarks.generate import table as generate
 from benchmarks.ops import table as ops
 from benchmarks.ops.cases import OP_SETS
 from benchmarks.ops.table import fixed_parts_table
-from benchmarks.readme import draw_readme_figures
+from benchmarks.readme import draw_readme_figures, readme_rows, readme_table
 from hf_fastdecode.files import read_rows, write_rows
 
 SOME = {"device": "H200", "torch": "1", "transformers": "2", "dtype": "bfloat16", "status": "ok"}
@@ -160,6 +160,7 @@ def test_table_of_families():
         ("qwen3.5-4b tree 1+16x511x8", "vllm", "0.2"),
         ("qwen3.5-4b tree 1+16x511x8", "shared", "0.25"),
         ("8b-gqa", "vllm", "1.5"),
+        ("8b-gqa", "shared", "1.5"),
         ("deepseek-v2-lite", "shared", "1.5"),
     ):
         rows.append(SOME | made | {"shape": shape, "way": way, "prefill_s": first})
@@ -171,6 +172,30 @@ def test_table_of_families():
     refused = rows[1] | {"status": "out of memory", "total_s": ""}
     for pair in (rows[:1], [rows[0], refused]):
         assert programs_table.families_table(programs_table.beside_vllm(pair)) == "Not measured beside vLLM.\n"
+
+
+def test_table_of_readme():
+    """Calls of one prompt; those that take longer than vLLM's are bold, where that ran."""
+    made = {"new_tokens": "65", "kv_bytes": str(2**30), "ran": "vLLM 0, V2", "finish": ""}
+    failed = {"status": "out of memory", "total_s": ""}
+    rows = [
+        SOME | made | {"shape": shape, "context": context, "samples": "16", "way": way} | found
+        for shape, context, way, found in (
+            ("8b-gqa", "2048", "shared", {"total_s": "0.4"}),
+            ("8b-gqa", "2048", "vllm", {"total_s": "0.3"}),
+            ("8b-gqa", "64", "shared", {"total_s": "9"}),
+            ("gpt-oss-20b tree 1+16x511x8", "512", "shared", {"total_s": "8"}),
+            ("gpt-oss-20b tree 1+16x511x8", "512", "vllm", {"total_s": "8"}),
+            ("gpt-oss-20b", "512", "shared", {"total_s": "0.5"}),
+            ("gpt-oss-20b", "512", "vllm", {"total_s": "0.6"}),
+        )
+    ]
+    _, _, first, second, _, note = readme_table(readme_rows(rows)).splitlines()
+    assert first == "| 8b-gqa | 2,048 tokens | 16 |  | 0.30 s | **0.40 s** | 1.00 GiB |"
+    assert second == "| gpt-oss-20b | 512 tokens | 16 |  | 0.60 s | 0.50 s | 1.00 GiB |"
+    assert "vLLM 0, 65 new tokens" in note
+    lines = readme_table(readme_rows([rows[0], rows[1] | failed])).splitlines()
+    assert lines[2] == "| 8b-gqa | 2,048 tokens | 16 |  | out of memory | 0.40 s | 1.00 GiB |"
 
 
 def test_table_of_experts():

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from socket import socket
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -35,6 +34,7 @@ from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 
 from ..interpreter import make_faster
 from ..parallel.scenarios import capturing
+from ..ports import place_of
 from ..tiny_models import ARCHITECTURES, tiny_model_of_type
 
 _FSDP = {
@@ -342,11 +342,8 @@ def run(cases: Iterable[tuple[Callable[[Case], None], Case, list[int]]]) -> None
 
 
 def _start(body: Callable[[Case], None], case: Case) -> list[int]:
-    with socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    settings |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(case.processes)) | LAUNCHES[case.launch][0]
+    settings = place_of(case.processes) | {"LOCAL_WORLD_SIZE": str(case.processes), "DS_ACCELERATOR": "cpu"}
+    settings |= LAUNCHES[case.launch][0]
     processes = []
     for rank in range(case.processes):
         if (process := os.fork()) == 0:

@@ -4,11 +4,14 @@ import functools
 import inspect
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import accelerate
 import pytest
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +19,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, takes_cache
+from hf_fastdecode.generation.interception.switches import linear_of_torch
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 from .calls import PROMPT, SAMPLING, as_in_stock, both
@@ -381,3 +385,29 @@ def test_parameters_of_zero_3(status, path, monkeypatch):
             assert "ds3_gather_for_generation" in call.reason
             with pytest.raises(ValueError, match="ZeRO-3 divides its parameters"):
                 fd.prefill(model, PROMPT)
+
+
+def test_the_linear_of_zero_3_is_pytorchs_within_passes(monkeypatch):
+    """Unless gradients are recorded; nested, in threads, and after errors."""
+    theirs = {"__name__": "deepspeed.runtime.zero.linear", "called": []}
+    exec("def linear(*given): called.append(given)", theirs)
+    monkeypatch.setattr(functional, "linear", theirs["linear"])
+    given = torch.ones(1, 1), torch.ones(1, 1)
+
+    def passes():
+        for number in range(50):
+            with suppress(KeyError), linear_of_torch(), torch.no_grad():
+                with linear_of_torch():
+                    assert functional.linear(*given) == 1
+                    if number % 2:
+                        raise KeyError
+                assert functional.linear(*given) == 1
+
+    with ThreadPoolExecutor(4) as threads:
+        for one in [threads.submit(passes) for _ in range(4)]:
+            one.result()
+    assert functional.linear is theirs["linear"]
+    assert theirs["called"] == []
+    with linear_of_torch():
+        functional.linear(*given)
+    assert theirs["called"] == [given]

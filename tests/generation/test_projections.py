@@ -23,7 +23,6 @@ from .uncaptured import on_the_cpu
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 3}
 SMALL = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-# The kernels are interpreted, and take float32 then.
 
 
 @pytest.fixture

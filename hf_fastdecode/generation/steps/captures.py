@@ -46,6 +46,7 @@ class Captures:
 
     Attributes:
         ahead: The prefill pass that this call has begun.
+        compiling: Numbers of rows of steps whose kernels have begun to compile.
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
@@ -57,6 +58,7 @@ class Captures:
     def __init__(self) -> None:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
+        self.compiling = set[int]()
         self.prefills = CapturedPrefills[CapturedPrefill]()
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS, one_of_a_shape=True)
         self.count = 0
@@ -162,10 +164,6 @@ class Captures:
         if self._pool is None and device.type == "cuda":
             self._pool, self._has_workspaces = torch.cuda.graph_pool_handle(), True
         return self._pool
-
-    def has_steps_of(self, rows: int) -> bool:
-        """Whether a step is kept whose kernels are those of a step of so many rows, or most of them."""
-        return any(rows <= step.rows <= bucket(rows) for step in self._steps)
 
     def sizes(self, options: CaptureOptions, *, own_dominate: bool) -> set[int]:
         """Numbers of rows of the kept steps with these options and launch parameters."""

@@ -190,17 +190,19 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 
 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
-    """Begin to compile the decode kernels for steps over a forest, unless such are captured."""
-    if call.mode == "eager" or call.state.captures.has_steps_of(forest.rows):
+    """Begin to compile the decode kernels for steps over a forest, once for so many rows."""
+    at_once, begun = min(forest.rows, call.options.max_rows or forest.rows), call.state.captures.compiling
+    if call.mode == "eager" or bucket(at_once) in begun:
         return
+    begun.add(bucket(at_once))
     model, layout = call.model, call.structure.layout
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)
 
     def launch() -> None:
-        attended, merged = forest, False
-        if made_of is not None and (wanted := paying_nodes(forest, steps)):
-            split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(forest)
+        attended, merged = forest if at_once == forest.rows else forest.select_rows(range(at_once)), False
+        if made_of is not None and (wanted := paying_nodes(attended, steps)):
+            split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(attended)
             attended, merged = split.as_stored, True
             store = next(iter(layout.distinct))
             _attend_expanded(store, Widths.of(made_of), split.expanded, model.dtype, model.device)

@@ -1,8 +1,11 @@
 """Experts that steps read, counted by passes over drawn tokens, beside those of transformers' own steps."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from benchmarks.generate import measure
 from benchmarks.generate.calls import load
 from benchmarks.generate.cases import GenerateCase, PromptTree
 from benchmarks.generate.experts import experts_of_steps, mixtures_of, read_bytes
@@ -46,3 +49,6 @@ def test_rows_say_what_steps_read(bench, monkeypatch):
     assert row["of_experts"] == 16 and 2 < row["experts"] <= 16
     model = load("tiny-moe", CPU, torch.float32)
     assert 0 < row["weights_floor_ms"] * 1e6 <= sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(measure, "experts_of_steps", mock.Mock(side_effect=torch.OutOfMemoryError))
+    row = bench.measure(GenerateCase("tiny-moe", 40, 9, 6, "float32"), "shared+min_saved_tokens=1")
+    assert (row["status"], row["experts"]) == ("ok", None) and row["total_s"] > 0

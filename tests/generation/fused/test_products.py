@@ -28,7 +28,6 @@ from ..uncaptured import on_the_cpu
 from .half_models import fail
 
 SAMPLING = {"do_sample": True, "top_k": 0, "num_return_sequences": 3, "max_new_tokens": 4}
-# Kernels are interpreted, and take float32 then.
 
 
 @pytest.fixture
