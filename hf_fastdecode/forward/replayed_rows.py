@@ -69,9 +69,9 @@ class ReplayedRows(AsEver):
     def of(cls, choices: RouterChoices, decoder: PreTrainedModel, given: Mapping[str, Any]) -> ReplayedRows:
         """The recorded rows that the rows of a pass are; raises ValueError for others."""
         try:
-            batch = read_rows(decoder, given, least=1)
-            if not batch.are_ids:
+            if given.get("inputs_embeds") is not None:
                 raise Unsupported("the pass has inputs_embeds", "pass input_ids")
+            batch = read_rows(decoder, given, least=1)
         except Unsupported as error:
             raise ValueError(f"replay_routing finds rows by their ids and masks: {error}") from error
         tokens: Numbers = np.full((len(batch.rows), batch.width), -1, dtype=np.int64)
