@@ -41,9 +41,9 @@ class Routing:
     def of(cls, choices: RouterChoices, decoder: PreTrainedModel, given: Mapping[str, Any]) -> Routing:
         """The recorded rows that the rows of a pass are; raises ValueError for others."""
         try:
-            batch = read_batch(decoder, given, least=1)
-            if not batch.are_ids:
+            if given.get("inputs_embeds") is not None:
                 raise Unsupported("the pass has inputs_embeds", "pass input_ids")
+            batch = read_batch(decoder, given, least=1)
         except Unsupported as error:
             raise ValueError(f"replay_routing finds rows by their ids and masks: {error}") from error
         places: Numbers = np.full((len(batch.rows), batch.width), -1, dtype=np.int64)

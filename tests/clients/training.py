@@ -55,7 +55,7 @@ def rollout_of_page(field: str = "processed_logprobs") -> Any:
     """The rollout function of docs/rl.md; `field` of `generate`'s output has the log-probabilities that it returns."""
     page = (Path(__file__).parents[2] / "docs/rl.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    names: dict[str, Any] = {"torch": torch, "fd": fd}
+    names: dict[str, Any] = {}
     exec(next(block for block in blocks if "def rollout" in block).replace("processed_logprobs", field), names)
     return names["rollout"]
 

@@ -202,7 +202,9 @@ def test_what_cannot_be_replayed_is_refused():
     with pytest.raises(ValueError, match="none of 2 recorded rows"):
         scored(model, longer, choices[:2])
     with pytest.raises(ValueError, match="the pass has inputs_embeds; pass input_ids"):
-        scored(model, {"inputs_embeds": torch.zeros(2, 3, 64)}, choices)
+        scored(model, {"inputs_embeds": torch.zeros(2, 3, 64, requires_grad=True)}, choices)
+    with pytest.raises(TypeError, match=r"got Tensor; give router_choices"):
+        fd.replay_routing(model, choices.of_row(0))
     with pytest.raises(ValueError, match="2 layers of experts, and the choices are of 3"):
         fd.replay_routing(model, replace(choices, experts=(8, 8, 8)))
     with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 2 of 7"):
@@ -213,5 +215,5 @@ def test_what_cannot_be_replayed_is_refused():
         torch.func.grad(lambda scale: (scored(model, rows, choices) * scale).sum())(torch.ones(()))
     with pytest.raises(ValueError, match=r"call hf_fastdecode.enable\(model\) first"):
         fd.replay_routing(mixture(), choices)
-    with pytest.raises(ValueError, match="LlamaForCausalLM has 0 routers"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         fd.replay_routing(fd.enable(tiny_model("llama-gqa")), choices)

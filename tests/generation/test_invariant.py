@@ -69,7 +69,8 @@ def test_steps_have_the_bits_of_passes_over_whole_rows(name, dtype, prompts):
     """Of all rows, padded or not, with gradients, and of one alone, without."""
     model = enabled(name, dtype)
     output = sampled(model, prompts)
-    assert fd.explain(model).last_call.path == "shared"
+    report = fd.explain(model).last_call
+    assert (report.path, report.mode_reason) == ("shared", "log_probs='invariant' was requested")
     assert (output.logprobs < -0.01).float().mean() > 0.2
     assert torch.equal(by_trainer(model, output, prompts).detach(), output.logprobs)
     with torch.no_grad():
@@ -156,6 +157,8 @@ def test_attention_that_kernels_do_not_compute_raises(name, sizes, reason):
 
 
 def test_encoders_and_devices_without_kernels_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r"fp32, fp16 and bf16, got torch.float64"):
+        fd.enable(tiny_model("qwen3").to(DEVICE).double(), log_probs="invariant")
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
     with pytest.raises(ValueError, match="no decoder of text"):
         fd.enable(T5ForConditionalGeneration(T5Config(**sizes)), log_probs="invariant")

@@ -94,7 +94,9 @@ class InvariantModules(FusedModules):
     @classmethod
     def left_out(cls, model: Any, *, gathers: bool) -> bool:
         reason = refusal(model.device)
-        if gathers:
+        if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            reason = f"its kernels compute in fp32, fp16 and bf16, got {model.dtype}"
+        elif gathers:
             reason = "its parameters are gathered module by module"
         elif torch.get_float32_matmul_precision() != "highest":  # of angles, and of no more
             reason = "torch multiplies fp32 in lower precision; call torch.set_float32_matmul_precision('highest')"

@@ -65,7 +65,13 @@ class RouterChoices:
         return f"RouterChoices({len(self)} rows, {what})"
 
     def of_row(self, row: int) -> Tensor:
-        """A copy of a row's choices ``[length - 1, layers, experts_per_token]``, for its tokens but the last one."""
+        """A copy of a row's choices ``[length - 1, layers, experts_per_token]``, for its tokens but the last one.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} is out of range for the choices of {len(self)} rows")
         return self.stored[torch.from_numpy(self.rows[row].tokens[:-1]).to(self.stored.device)]
 
     def find(self, ids: Numbers, number: int) -> Numbers | None:

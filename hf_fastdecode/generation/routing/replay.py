@@ -29,7 +29,7 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
     Raises:
         ValueError: The model is not enabled, or has other layers of experts or no decoder of text. Later, passes raise
             it whose rows are not among the recorded ones, or whose routers cannot be told what to choose.
-        TypeError: `model` neither is nor wraps a transformers model.
+        TypeError: `model` neither is nor wraps a transformers model, or `choices` are none.
     """
 
     def __init__(self, model: nn.Module, choices: RouterChoices | None):
@@ -39,8 +39,16 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
             raise ValueError(f"replay_routing needs an enabled {name}; call hf_fastdecode.enable(model) first")
         self._enabled = [state, *(of_part for _, of_part in owned_by(state, inner))]
         if choices is not None:
+            if not isinstance(choices, RouterChoices):
+                raise TypeError(
+                    f"choices must be RouterChoices or None, got {type(choices).__name__}; give router_choices of "
+                    "generate(..., return_dict_in_generate=True, output_router_choices=True)"
+                )
             if generates(inner) and len(self._enabled) == 1:
-                raise ValueError(f"{name} has no decoder of text whose passes could replay choices; use another model")
+                raise ValueError(
+                    f"{name} has no decoder of text that was enabled with it, to replay choices; if its decoder was "
+                    "enabled by itself, disable that and enable the whole model, else use another model"
+                )
             if (layers := len(routers_of(inner))) != (given := len(choices.experts)):
                 raise ValueError(f"{name} has {layers} layers of experts, and the choices are of {given}; use its own")
         self._before = [one.replayed for one in self._enabled]

@@ -28,6 +28,8 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     every = list(model.modules())
     routers = [one for one in every if ROUTERS.may_be(type(one)) and one._parameters.get("weight") is not None]
     layers = sum(hasattr(one, "_apply_gate") for one in every)  # of experts that run by transformers' interface
+    if not routers and not layers:
+        raise ValueError(f"{type(model).__name__} has no experts: leave out output_router_choices and replay_routing")
     if not routers or layers not in (0, len(routers)):
         raise ValueError(
             f"{type(model).__name__} has {len(routers)} routers that choose by torch.topk for {layers} layers of "
