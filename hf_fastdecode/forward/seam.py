@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
+from ..attention.overrides import lengths_of_pass
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.model_state import ModelState
@@ -46,13 +47,23 @@ _LEAST_SHARE = 0.02
 def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
-    if cache_in(kwargs) is not None or not (state.options.share_forward or state.replayed is not None):
+    if cache_in(kwargs) is not None:
+        return _over_cache(state, original, args, kwargs)
+    if not (state.options.share_forward or state.replayed is not None):
         return original(*args, **kwargs)
     if _is_transformed():
+        state.options.check_stock("pass", "it is compiled, traced or transformed")
         if state.replayed is not None:
             raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
+
+
+def _over_cache(state: ModelState, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A pass over a cache, which is stock's unless the cache is ours."""
+    if lengths_of_pass() is None:
+        state.options.check_stock("pass", f"it is given a cache of transformers; leave {CACHE} out")
+    return original(*args, **kwargs)
 
 
 def _is_transformed() -> bool:
@@ -75,7 +86,7 @@ def _forward(
         names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         given = named_arguments(names, args, kwargs)
     if cache_in(given) is not None:
-        return original(*args, **kwargs)
+        return _over_cache(state, original, args, kwargs)
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
     try:
@@ -84,8 +95,7 @@ def _forward(
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
-            if state.options.invariant:
-                raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
+            state.options.check_stock("pass", error)
             report.path, report.reason = "stock", str(error)
         with routing.running(structure):
             return original(*args, **kwargs)

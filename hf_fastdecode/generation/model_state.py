@@ -7,7 +7,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -83,12 +83,10 @@ class ModelState:
             return
         structure = self.structure_of(model)
         try:
-            fused = structure.fused
-        except Unsupported as error:
-            raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
-        try:
-            with nullcontext() if fused is None else fused.installed():
+            with structure.fused.installed():  # type: ignore[union-attr]
                 yield
+        except Unsupported as error:
+            self.options.check_stock("pass", error)
         finally:
             structure.release()
 

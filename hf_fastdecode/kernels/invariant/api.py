@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..ahead import launch_named
 from ..device import interpreted, power_of_two, triton_is_installed
 from ..failures import Kernel
 from ..limits import FLOATS, are_contiguous, check_numbers, refused
+from ..pointwise.gradients import Gradients, Operator
 from .schedule import Config, Tables
 
 LINEAR: Final = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
@@ -44,7 +45,7 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` in a fixed order of sums; gradients are PyTorch's products.
 
     Args:
@@ -59,30 +60,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: Other shapes or dtypes.
         KernelFailedError: The kernel cannot be compiled or launched.
     """
-    found: Tensor = _Linear.apply(x, weight, bias)
-    return found
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            grad @ weight if of_x else None,
-            rows.T @ x.flatten(0, -2) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns, width = weight.shape
     alike = x.dtype == weight.dtype and x.dtype in FLOATS and (bias is None or bias.dtype == x.dtype)
     if not alike or x.shape[-1] != width or (bias is not None and bias.shape != (columns,)):
@@ -96,6 +73,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         sizes = {"COLUMNS": columns, "WIDTH": width, "BIAS": bias is not None, "WIDE": _wide(x)}
         launch_named(Kernel.INVARIANT, "invariant.kernel.linear", x.device, grid, *tensors, rows, **sizes, **LINEAR)
     return out
+
+
+def _gradients(grads: tuple[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor, *bias: Tensor) -> Gradients:
+    (grad,) = grads
+    rows = grad.flatten(0, -2)
+    of_x = grad @ weight if needed[0] else None
+    of_weight = rows.T @ x.flatten(0, -2) if needed[1] else None
+    return of_x, of_weight, *(rows.sum(0) if needs else None for needs in needed[2:])
+
+
+linear = Operator(_linear, F.linear, _gradients)
+"""`_linear` with its gradients; without a bias it takes two tensors."""
 
 
 def _wide(part: Tensor) -> bool:
