@@ -222,7 +222,7 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    attend = key.attend_in_order if is_in_order() else key.attend
+    attend = (key.attend, key.attend_in_order)[is_in_order()]
     if autocast_dtype(query.device) is not None:
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):

@@ -121,7 +121,7 @@ def bits_of_attention(dtype, window=None, config_of=lambda queries: SMALL):
         config = config_of(len(rows))
         launches = schedule.schedule(queries, [run[0].shape[1] for run in runs], HEADS // KV_HEADS, window, config)
         launches = [tables.to(rows.device) for tables in launches]
-        return attend(rows, addresses(runs), launches, KV_HEADS, 0.2, config).out, runs, queries, rows
+        return attend(rows, addresses(runs), launches, KV_HEADS, 0.2, config)[0], runs, queries, rows
 
     last = query[-1:]
     yield of([stored], [Queries((0,), 0, TOKENS)], query), -1

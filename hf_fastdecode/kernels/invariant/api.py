@@ -9,7 +9,7 @@ inference", 2025, on which rules make kernels batch-invariant). Half precision a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -97,13 +97,6 @@ def aligned(part: Tensor) -> Tensor:
     return part if part.data_ptr() % 16 == 0 else part.clone()
 
 
-class Attended(NamedTuple):
-    """Attention of queries."""
-
-    out: Tensor  # [queries, heads, head_dim], in the query's dtype
-    lse: Tensor  # [heads, queries] fp32: natural log-sum-exp
-
-
 def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Where `attend` finds runs of keys and values: ``[runs, 6]`` int64.
 
@@ -120,7 +113,7 @@ def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def attend(
     query: Tensor, found_at: Tensor, launches: Sequence[Tables], kv_heads: int, scale: float, config: Config
-) -> Attended:
+) -> tuple[Tensor, Tensor]:
     """Attention of each query to the keys of its path, in a fixed order of sums. There is no backward pass.
 
     Args:
@@ -128,6 +121,9 @@ def attend(
         found_at: As `addresses` returns it, of runs in the query's dtype whose rows begin at multiples of 16 bytes and
             are contiguous. They must stay alive, and are not checked.
         launches: As `schedule` returns them for these queries, on the device.
+
+    Returns:
+        ``out`` ``[queries, heads, head_dim]`` in the query's dtype, and ``lse`` ``[heads, queries]`` fp32.
 
     Raises:
         ValueError: Other shapes or dtypes.
@@ -139,7 +135,7 @@ def attend(
     if heads % kv_heads or head_dim > MOST_HEAD_DIM or query.dtype not in FLOATS or not are_contiguous(*every):
         raise refused(f"attend takes queries [queries, heads, head_dim], at most {MOST_HEAD_DIM}", query)
     query, device = aligned(query), query.device
-    out = Attended(torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device))
+    out = torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device)
     sizes: dict[str, Any] = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
     by_row = {**sizes, "BLOCK_R": _MERGED}
