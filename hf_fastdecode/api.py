@@ -173,10 +173,9 @@ def _installed(
         model_state = ModelState(model, options, methods, owner)
         model_state.methods.install(model, model_state)
     else:
-        others = options.invariant != model_state.options.invariant  # kept tokens have other bits
         model_state.options, model_state.disable_pending = options, False
         model_state.captures.retry()
-        if others or not options.reuse_prefix:
+        if not options.reuse_prefix:
             model_state.prefix_store.clear()
             model_state.kept_forward = None
         model_state.last_rows = None

@@ -1,16 +1,17 @@
 """Log-probabilities of steps beside those of forward passes: ``python -m benchmarks.generate.invariant [SHAPE ...]``.
 
-On a GPU, in bf16, for each value of ``log_probs``, and eager and captured steps where it has both: seconds of a step
-and of a forward pass over the finished rows, and how many log-probabilities of the call's tokens have the bits of that
-pass's. Then products by the kernel of ``log_probs="invariant"`` beside PyTorch's.
+In bf16, for each value of ``log_probs``, and eager and captured steps where it has both: seconds of a step and of a
+forward pass over the finished rows, and how many log-probabilities of the call's tokens have the bits of that pass's.
+Then products by the kernel of ``log_probs="invariant"`` beside PyTorch's. Without a GPU, a tiny model by Triton's
+interpreter (``TRITON_INTERPRET=1``), whose times mean nothing.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -21,16 +22,18 @@ from transformers import PreTrainedModel
 import hf_fastdecode as fd
 from hf_fastdecode.kernels.invariant.api import linear
 from hf_fastdecode.measurement.calls import wall_samples
-from hf_fastdecode.measurement.shapes import config_of, random_model
+from hf_fastdecode.measurement.shapes import random_model
 
-from ..operator_time import replays
+from ..operator_time import time_operator
 
 WAYS: dict[str, dict[str, Any]] = {
     "auto, eager": {"log_probs": "auto", "mode": "eager"},
     "auto, graph": {"log_probs": "auto", "mode": "graph"},
-    "trainer": {"log_probs": "trainer", "mode": "graph"},
+    "trainer": {"log_probs": "trainer"},
     "invariant": {"log_probs": "invariant"},
 }
+
+PRODUCTS: tuple[Callable[..., Any], ...] = linear.run, stock_linear
 
 
 def log_probs_of_pass(model: PreTrainedModel, sequences: Tensor, context: int) -> Tensor:
@@ -76,22 +79,23 @@ def measure(model: PreTrainedModel, way: str, prompts: Tensor, *, samples: int, 
 
 def main() -> None:
     """Measure and print."""
-    device = torch.device("cuda")
-    print(torch.cuda.get_device_name(device), torch.__version__)
-    for shape in sys.argv[1:] or ["qwen3-4b", "8b-gqa"]:
-        model = random_model(shape, device, torch.bfloat16)
-        for count, context, samples in ((4, 1000, 16), (1, 8000, 64), (1, 1000, 1)):
-            torch.manual_seed(0)
-            prompts = torch.randint(3, 1000, (count, context), device=device)
-            for way in WAYS:
-                found = measure(model, way, prompts, samples=samples, tokens=128)
-                print(f"{shape}, {count} x {context} tokens, {samples} samples, {found}", flush=True)
-        config = config_of(shape, torch.bfloat16)
-        sizes = (config.hidden_size, config.intermediate_size), (config.intermediate_size, config.hidden_size)
-        for (width, columns), rows in product(sizes, (1, 64, 8192)):
-            x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-            weight = torch.randn(columns, width, device=device, dtype=torch.bfloat16)
-            ours, stock = (1e6 * median(replays(partial(run, x, weight), 20)) for run in (linear, stock_linear))
+    gpu = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if gpu else "cpu"), torch.bfloat16
+    calls = ((4, 1000, 16), (1, 8000, 64), (1, 1000, 1)) if gpu else ((2, 8, 2),)
+    print(torch.cuda.get_device_name(device) if gpu else "CPU", torch.__version__)
+    for shape in sys.argv[1:] or (["qwen3-4b", "8b-gqa"] if gpu else ["tiny"]):
+        model = random_model(shape, device, dtype)
+        for (count, context, samples), way in product(calls, WAYS):
+            if not gpu and "graph" in WAYS[way].values():
+                continue
+            prompts = torch.randint(3, 500, (count, context), generator=torch.Generator().manual_seed(0)).to(device)
+            found = measure(model, way, prompts, samples=samples, tokens=128 if gpu else 3)
+            print(f"{shape}, {count} x {context} tokens, {samples} samples, {found}", flush=True)
+        sizes = model.config.hidden_size, model.config.intermediate_size
+        for (width, columns), rows in product((sizes, sizes[::-1]), (1, 64, 8192) if gpu else (1, 3)):
+            x, weight = (torch.randn(size, width, device=device, dtype=dtype) for size in (rows, columns))
+            times = (time_operator([partial(run, x, weight)], device)[0].p50 for run in PRODUCTS)
+            ours, stock = (1e6 * seconds for seconds in times)
             print(f"{shape}, {rows} x {width} x {columns}: {ours:.0f} us, PyTorch {stock:.0f} us", flush=True)
 
 

@@ -222,7 +222,7 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    attend = _attention_to(key)
+    attend = (key.attend, key.attend_in_order)[is_in_order()]
     if autocast_dtype(query.device) is not None:
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
@@ -230,10 +230,6 @@ def shared_context_attention(
     else:
         out = attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
-
-
-def _attention_to(keys: SharedKV) -> Callable[[Tensor, Scoring], Tensor]:
-    return keys.attend_in_order if is_in_order() else keys.attend
 
 
 def _check_mask(mask: Tensor | SlidingWindow | BidirectionalMask, *, cross: bool) -> None:

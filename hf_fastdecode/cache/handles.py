@@ -6,7 +6,6 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
+from ..attention.in_order import is_in_order
 from ..attention.kv import (
     ExpandedKV,
     ForestKV,
@@ -355,12 +355,6 @@ class PrefillKV(SharedKV):
         self.stored_window, self.device = layer.store.window, self.keys.device
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._attended(query, scoring, self._attend)
-
-    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self._attended(query, scoring, self._attend_in_order)
-
-    def _attended(self, query: Tensor, scoring: Scoring, attend: Callable[[Tensor, Scoring, Pass], Tensor]) -> Tensor:
         self.layer.note(scoring)
         current = self.layer.state.current
         if current.padded is not None:
@@ -369,11 +363,14 @@ class PrefillKV(SharedKV):
         count, width = query.shape[0], query.shape[2]
         if positions is not None:
             query = packed(query, positions)
+        attend = self._attend_in_order if is_in_order() else self._attend
         out = attend(query[0], scoring, current).transpose(0, 1)
         if positions is None:
             return out.unsqueeze(0)
         spread = out.new_zeros(count * width, *out.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, positions, out).unflatten(0, (count, width))
+
+    attend_in_order = attend
 
     def _attend_in_order(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
         """As `_attend`."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention.in_order import InOrder
+from ..attention.in_order import InOrder, is_in_order
 from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
@@ -31,24 +31,23 @@ from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel
 from .trie import Numbers
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring, *, in_order: bool = False
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
     """Attend each token to its own node up to itself, and to the node's ancestors; differentiable, in `sinks` too.
+
+    Sums have a fixed order inside `in_order`; those of gradients have not.
 
     Args:
         query: ``[tokens, heads, head_dim]``: of the tree's tokens, in order, without those kept. The last dimension of
             all inputs is contiguous.
         key: ``[kept + tokens, kv_heads, head_dim]``; query head ``i`` uses KV head ``i // (heads / kv_heads)``.
         value: ``[kept + tokens, kv_heads, value_dim]``.
-        in_order: Whether sums have a fixed order, see `attention.in_order`; those of gradients have not.
 
     Returns:
         ``[tokens, heads, value_dim]`` in the query's dtype.
     """
     if scoring.distances is not None:
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
-    scores = scoring.scale, scoring.softcap, scoring.window
+    scores, in_order = (scoring.scale, scoring.softcap, scoring.window), is_in_order()
     name = scores, in_order, query.dtype, query.device, query.shape[1:], key.shape[1:], value.shape[1:]
     plan: _Plan | None = tree.plans.get(name)
     if plan is None:

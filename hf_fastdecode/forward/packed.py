@@ -78,14 +78,13 @@ class _PackedKV(SharedKV):
     def __init__(self, tree: Tree, keys: Tensor, values: Tensor):
         self._tree, self._keys, self._values, self.device = tree, keys, values, keys.device
 
-    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
-        return self.attend(query, scoring, in_order=True)
-
-    def attend(self, query: Tensor, scoring: Scoring, *, in_order: bool = False) -> Tensor:
+    def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         # Views whose gradients are views, too, as those of an index are not.
         keys, values = self._keys.to(query.dtype), self._values.to(query.dtype)
         query, keys, values = (part.squeeze(0).transpose(0, 1) for part in (query, keys, values))
-        return attend(query, keys, values, self._tree, scoring, in_order=in_order).unsqueeze(0)
+        return attend(query, keys, values, self._tree, scoring).unsqueeze(0)
+
+    attend_in_order = attend
 
 
 def recomputed_inside(

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
+from ..attention.overrides import lengths_of_pass
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.call_context import active_call_of_thread
@@ -48,13 +49,24 @@ def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
     may_replay = state.replayed is not None or state.options.log_probs == "trainer"
-    if cache_in(kwargs) is not None or not (state.options.share_forward or may_replay):
+    if cache_in(kwargs) is not None:
+        if state.options.log_probs == "invariant":
+            _check_over_cache(state)
+        return original(*args, **kwargs)
+    if not (state.options.share_forward or may_replay):
         return original(*args, **kwargs)
     if _is_transformed():
+        state.options.check_stock("pass", "it is compiled, traced or transformed")
         if state.replayed is not None:
             raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
+
+
+def _check_over_cache(state: ModelState) -> None:
+    """Raise ValueError for a pass over a cache that is not ours, where bits are asked for."""
+    if lengths_of_pass() is None:
+        state.options.check_stock("pass", f"it is given a cache of transformers; leave {CACHE} out")
 
 
 def _is_transformed() -> bool:
@@ -77,6 +89,7 @@ def _forward(
         names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         given = named_arguments(names, args, kwargs)
     if cache_in(given) is not None:
+        _check_over_cache(state)
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
@@ -88,8 +101,7 @@ def _forward(
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
-            if state.options.invariant:
-                raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
+            state.options.check_stock("pass", error)
             report.path, report.reason = "stock", str(error)
         return routing.run(structure, original, *args, **kwargs)
     except BaseException as error:

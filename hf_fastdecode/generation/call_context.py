@@ -218,8 +218,7 @@ class CallContext:
         if self.must_share and not error.of_prompts:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
-        if self.options.invariant:
-            raise ValueError(f"log_probs='invariant' cannot hold for this call: {error}") from None
+        self.options.check_stock("call", error)
         reason = f"{error}; the given cache is not used" if self.must_share else str(error)
         if unused := self.options.unmet_by_stock:
             reason = f"{reason}; {', '.join(unused)} not used"

@@ -7,7 +7,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -79,12 +79,11 @@ class ModelState:
         """A pass of the model's own method, in which a head computes as in steps."""
         structure = self.structure_of(model)
         try:
-            fused = structure.fused
-        except Unsupported as error:
-            raise ValueError(f"log_probs='invariant' cannot hold for this pass: {error}") from None
-        try:
-            with nullcontext() if fused is None else fused.installed():
+            with structure.fused.installed():  # type: ignore[union-attr]
                 return run(*args, **kwargs)
+        except Unsupported as error:
+            self.options.check_stock("pass", error)
+            raise
         finally:
             structure.release()
 

@@ -82,6 +82,13 @@ class Options:
         """Whether all passes compute in a fixed order of sums, or raise."""
         return self.log_probs == "invariant"
 
+    def check_stock(self, what: str, reason: object) -> None:
+        """Raise ValueError where a call or pass would run stock for this reason, and its bits are asked for."""
+        if self.invariant:
+            raise ValueError(
+                f"log_probs='invariant' cannot hold for this {what}: {reason}; or use log_probs='trainer'"
+            ) from None
+
     @property
     def reused_bytes(self) -> int:
         """Maximum bytes of keys and values to keep for later calls."""

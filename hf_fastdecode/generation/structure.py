@@ -243,13 +243,8 @@ class KeptStructure:
             division = UNDIVIDED
         elif (division := self._division).group is not group:
             division = self._division = SequenceParallel(group)
-        others = (
-            division,
-            options.peer_timeout,
-            self.gathering,
-            InvariantModules if options.invariant else FusedModules,
-        )
-        known = self._known
+        kind, known = InvariantModules if options.invariant else FusedModules, self._known
+        others = division, options.peer_timeout, self.gathering, kind
         if known is not None and not known.watch.touched():
             return Structure(model, known, *others)
         structure = Structure(model, None, *others)

@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, OlmoConfig, OlmoForCausalLM, T5Config, T5ForConditionalGeneration
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention import in_order
-from hf_fastdecode.kernels.invariant import api
+from hf_fastdecode.generation.fused import invariant
 from hf_fastdecode.kernels.invariant.schedule import Config
 
 from ..forward.comparison import checkpoint
@@ -78,7 +79,7 @@ def test_steps_have_the_bits_of_passes_over_whole_rows(name, dtype, prompts):
 
 
 def test_products_whose_parts_depend_on_rows_tell(monkeypatch):
-    monkeypatch.setattr(api, "_linear", in_parts_for_many)
+    monkeypatch.setattr(invariant, "linear", in_parts_for_many)
     model = enabled()
     output = sampled(model)
     with torch.no_grad():
@@ -162,6 +163,9 @@ def test_encoders_and_devices_without_kernels_are_refused(monkeypatch):
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 97}
     with pytest.raises(ValueError, match="no decoder of text"):
         fd.enable(T5ForConditionalGeneration(T5Config(**sizes)), log_probs="invariant")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with pytest.raises(ValueError, match="OlmoLayerNorm does not compute in"):  # which has no weights
+        fd.enable(OlmoForCausalLM(OlmoConfig(vocab_size=97, **sizes)).to(DEVICE), log_probs="invariant")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match="kernels run on CUDA devices"):
         fd.enable(tiny_model("qwen3"), log_probs="invariant")
@@ -184,6 +188,24 @@ def test_calls_and_passes_that_cannot_hold_raise():
     mask[0, 5] = 0
     with pytest.raises(ValueError, match="cannot hold for this pass: attention_mask hides tokens"):
         model(SHARED["input_ids"], attention_mask=mask)
+    with pytest.raises(ValueError, match=r"given a cache of transformers; .* or use log_probs='trainer'"):
+        model(SHARED["input_ids"], **{CACHE: DynamicCache()})
+    with pytest.raises(ValueError, match="it is compiled, traced or transformed"):
+        torch.func.grad(lambda x: model(inputs_embeds=x, use_cache=False).logits.sum())(torch.ones(1, 3, 64))
+    torch.set_float32_matmul_precision("high")
+    try:
+        with pytest.raises(ValueError, match="in TF32"):
+            model(**SHARED)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="invariant"):
+    with pytest.raises(ValueError, match="Linear has a hook"):
         model(**SHARED)
+
+
+def test_caches_are_of_passes_in_the_same_order():
+    model = fd.enable(tiny_model("qwen3", num_hidden_layers=1).to(DEVICE))
+    kept = fd.prefill(model, SHARED["input_ids"][:1])
+    fd.enable(model, log_probs="invariant")
+    with pytest.raises(ValueError, match="made with other log_probs"):
+        model.generate(SHARED["input_ids"][:1], **{CACHE: kept}, max_new_tokens=1)

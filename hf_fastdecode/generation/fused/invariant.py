@@ -25,9 +25,9 @@ from ...kernels.pointwise.gradients import rms_norm
 from ..interception.switches import replaced_calls
 from .gated import GATED
 from .modules import Found, FusedModules
-from .norms import NORMS, eps_of
+from .norms import NORMS, eps_of, may_be
 from .rotary import ROTARY
-from .trial import FusedKind
+from .trial import FusedKind, is_plain
 
 
 def _product(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -36,9 +36,10 @@ def _product(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return found
     if args or kwargs or not is_linear(module):
         raise Unsupported("a linear layer has got a hook, or code of its own")
-    given = [None if part is None else cast(part) for part in (x, module.weight, module.bias)]
+    given = [cast(part) for part in (x, module.weight, module.bias) if part is not None]
     with no_autocast(x.device):
-        return linear(*given)
+        product: Tensor = linear(*given)
+    return product
 
 
 def _key_of_linear(module: nn.Module) -> Hashable | None:
@@ -87,9 +88,13 @@ class InvariantModules(FusedModules):
         if found is None:
             numbers = {one.number for one in self.found}
             for number, module in enumerate(self._every):
-                served = number in numbers or not module._parameters or isinstance(module, nn.Embedding)
-                if not served or replaced_calls.otherwise(module, COMPILED_CALL) is not None:
-                    raise Unsupported(f"{type(module).__name__} does not compute in a fixed order of sums")
+                name = type(module).__name__
+                sums = module._parameters or may_be(type(module))  # norms may have no weights
+                served = number in numbers or not sums or isinstance(module, nn.Embedding)
+                if replaced_calls.otherwise(module, COMPILED_CALL) is not None or not (served or is_plain(module)):
+                    raise Unsupported(f"{name} has a hook, or code of its own")
+                if not served:
+                    raise Unsupported(f"{name} does not compute in a fixed order of sums")
 
     @classmethod
     def left_out(cls, model: Any, *, gathers: bool) -> bool:
@@ -98,8 +103,8 @@ class InvariantModules(FusedModules):
             reason = f"its kernels compute in fp32, fp16 and bf16, got {model.dtype}"
         elif gathers:
             reason = "its parameters are gathered module by module"
-        elif torch.get_float32_matmul_precision() != "highest":  # of angles, and of no more
-            reason = "torch multiplies fp32 in lower precision; call torch.set_float32_matmul_precision('highest')"
+        elif torch.backends.cuda.matmul.fp32_precision == "tf32":  # of angles, and of no more
+            reason = "PyTorch multiplies fp32 in TF32; set torch.backends.cuda.matmul.fp32_precision to 'ieee'"
         if reason is not None:
             raise Unsupported(reason)
         return False

@@ -9,16 +9,17 @@ inference", 2025, on which rules make kernels batch-invariant). Half precision a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..ahead import launch_named
 from ..device import interpreted, power_of_two, triton_is_installed
 from ..failures import Kernel
 from ..limits import FLOATS, are_contiguous, check_numbers, refused
+from ..pointwise.gradients import Gradients, Operator
 from .schedule import Config, Tables
 
 LINEAR: Final = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 3, "num_warps": 4}
@@ -44,7 +45,7 @@ def refusal(device: torch.device) -> str | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` in a fixed order of sums; gradients are PyTorch's products.
 
     Args:
@@ -59,30 +60,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: Other shapes or dtypes.
         KernelFailedError: The kernel cannot be compiled or launched.
     """
-    found: Tensor = _Linear.apply(x, weight, bias)
-    return found
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
-        of_x, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            grad @ weight if of_x else None,
-            rows.T @ x.flatten(0, -2) if of_weight else None,
-            rows.sum(0) if of_bias else None,
-        )
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     columns, width = weight.shape
     alike = x.dtype == weight.dtype and x.dtype in FLOATS and (bias is None or bias.dtype == x.dtype)
     if not alike or x.shape[-1] != width or (bias is not None and bias.shape != (columns,)):
@@ -98,6 +75,18 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def _gradients(grads: tuple[Tensor], needed: Sequence[bool], x: Tensor, weight: Tensor, *bias: Tensor) -> Gradients:
+    (grad,) = grads
+    rows = grad.flatten(0, -2)
+    of_x = grad @ weight if needed[0] else None
+    of_weight = rows.T @ x.flatten(0, -2) if needed[1] else None
+    return of_x, of_weight, *(rows.sum(0) if needs else None for needs in needed[2:])
+
+
+linear = Operator(_linear, F.linear, _gradients)
+"""`_linear` with its gradients; without a bias it takes two tensors."""
+
+
 def _wide(part: Tensor) -> bool:
     return interpreted() and part.dtype == torch.bfloat16
 
@@ -106,13 +95,6 @@ def aligned(part: Tensor) -> Tensor:
     """Contiguous, from a multiple of 16 bytes on: kernels are compiled anew for other addresses."""
     part = part.contiguous()
     return part if part.data_ptr() % 16 == 0 else part.clone()
-
-
-class Attended(NamedTuple):
-    """Attention of queries."""
-
-    out: Tensor  # [queries, heads, head_dim], in the query's dtype
-    lse: Tensor  # [heads, queries] fp32: natural log-sum-exp
 
 
 def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -131,7 +113,7 @@ def addresses(runs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def attend(
     query: Tensor, found_at: Tensor, launches: Sequence[Tables], kv_heads: int, scale: float, config: Config
-) -> Attended:
+) -> tuple[Tensor, Tensor]:
     """Attention of each query to the keys of its path, in a fixed order of sums. There is no backward pass.
 
     Args:
@@ -139,6 +121,9 @@ def attend(
         found_at: As `addresses` returns it, of runs in the query's dtype whose rows begin at multiples of 16 bytes and
             are contiguous. They must stay alive, and are not checked.
         launches: As `schedule` returns them for these queries, on the device.
+
+    Returns:
+        ``out`` ``[queries, heads, head_dim]`` in the query's dtype, and ``lse`` ``[heads, queries]`` fp32.
 
     Raises:
         ValueError: Other shapes or dtypes.
@@ -150,7 +135,7 @@ def attend(
     if heads % kv_heads or head_dim > MOST_HEAD_DIM or query.dtype not in FLOATS or not are_contiguous(*every):
         raise refused(f"attend takes queries [queries, heads, head_dim], at most {MOST_HEAD_DIM}", query)
     query, device = aligned(query), query.device
-    out = Attended(torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device))
+    out = torch.empty_like(query), torch.empty(heads, queries, dtype=torch.float32, device=device)
     sizes: dict[str, Any] = {"HEADS": heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_two(head_dim))}
     tile = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "SPLIT": config.split, "STAGES": config.stages}
     by_row = {**sizes, "BLOCK_R": _MERGED}

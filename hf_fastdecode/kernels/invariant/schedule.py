@@ -71,8 +71,8 @@ def schedule(
     found: list[Tables] = []
     waiting: list[tuple[int, Queries]] = []
     first = entries = 0
-    for index, part in _parts(queries):
-        needed = part.tokens * (1 + (part.position + part.tokens - 1) // config.split)
+    for index, part in _parts(queries, config.split):
+        needed = part.tokens * _splits(part, config.split)
         if waiting and entries + needed > MOST_ENTRIES:
             found.append(_tables(first, waiting, lengths, group, window, config))
             waiting, first, entries = [], index, 0
@@ -81,13 +81,17 @@ def schedule(
     return [*found, _tables(first, waiting, lengths, group, window, config)] if waiting else found
 
 
-def _parts(queries: Sequence[Queries]) -> Iterator[tuple[int, Queries]]:
+def _splits(one: Queries, split: int) -> int:
+    return 1 + (one.position + one.tokens - 1) // split
+
+
+def _parts(queries: Sequence[Queries], split: int) -> Iterator[tuple[int, Queries]]:
     """The queries in parts of some of one row, with the number of each part's first one."""
     index = 0
     for one in queries:
-        for done in range(0, one.tokens, _AT_ONCE):
-            part = Queries(one.path, one.position + done, min(_AT_ONCE, one.tokens - done))
-            yield index + done, part
+        some = max(1, min(_AT_ONCE, MOST_ENTRIES // _splits(one, split)))
+        for done in range(0, one.tokens, some):
+            yield index + done, Queries(one.path, one.position + done, min(some, one.tokens - done))
         index += one.tokens
 
 
