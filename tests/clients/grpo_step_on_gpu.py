@@ -12,6 +12,7 @@ the two, the share of tokens with the same bits, and the largest difference. Sma
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -149,6 +150,7 @@ def main(
         precision or _PRECISIONS[:1], weights or _WEIGHTS[:1], way or list(_WAYS)[:-_BY_NAME]
     ):
         given = _WAYS[name]
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of the case before, which fp32 would run in
         with tempfile.TemporaryDirectory() as folder:
             options = {"shots": shots, "use_cpu": device == "cpu", "num_iterations": 2, "bf16": number != "fp32"}
             options |= sizes | ({"generation_kwargs": {"output_router_choices": True}} if given.replayed else {})
