@@ -24,7 +24,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -192,6 +191,8 @@ def _trainer(
     """A trainer of what `weights` names."""
     model, adapter = make_model(), None
     if weights.startswith("LoRA"):
+        from peft import LoraConfig
+
         adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     if hasattr(getattr(model, "config", None), "output_router_logits"):  # with its loss updates run stock
         options |= {"router_aux_loss_coef": 0.0}
