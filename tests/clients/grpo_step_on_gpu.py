@@ -155,7 +155,7 @@ def main(
             options |= sizes | ({"generation_kwargs": {"output_router_choices": True}} if given.replayed else {})
             trainer = _trainer(Path(folder), kind, partial(_model, shape, device, number), options)
             if given.enable is not None:
-                fd.enable(trainer.model, **given.enable)
+                fd.enable(trainer.model, min_saved_tokens=1, **given.enable)  # also of few and tiny ones, on a CPU
             if given.rollout is not None:
                 rollout = given.rollout()
                 trainer.rollout_func = _merged(rollout) if "merged" in kind else rollout
