@@ -29,6 +29,7 @@ from .programs_table import (
     rollouts_table,
     vllm_table,
 )
+from .ratios import draw_ratios, ratios_table
 from .readme import draw_readme_figures, readme_rows, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
@@ -85,6 +86,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "divided rollouts": divided_rollouts_table,
     "grpo steps": grpo_steps_table,
     "grpo steps in brief": grpo_steps_in_brief,
+    "ratios": ratios_table,
     "forward in brief": partial(forward_table, brief=True),
     "vllm": vllm_table,
     "families": families_table,
@@ -163,5 +165,7 @@ def rewrite_pages() -> None:
     _write_dates()
     draw_readme_figures(_rows("generate.csv+generate-vllm.csv"), PICTURES)
     plot(read_rows(RESULTS / "ops.csv"), RESULTS / "ops")
+    for path in RESULTS.glob("rollout-ratios*.csv"):
+        draw_ratios(read_rows(path), path.with_suffix(".png"))
     for page in PAGES:
         page.write_text(refreshed(page.read_text()))

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks import RESULTS, programs_table, summary
+from benchmarks import RESULTS, programs_table, ratios, summary
 from benchmarks.figures import plot
 from benchmarks.generate import table as generate
 from benchmarks.ops import table as ops
@@ -218,6 +218,39 @@ def test_table_of_grpo_steps():
     assert note.startswith(
         "TRL GRPO step (TRL 1), x in bf16: 64 completions of 256 tokens, prompts of up to 1182; H, "
     )
+
+
+def test_table_and_histograms_of_ratios(tmp_path, monkeypatch):
+    steps = {
+        "program": "TRL GRPO step",
+        "trl": "1",
+        "model": "x",
+        "precision": "fp32",
+        "weights": "all",
+        "device": "H",
+    }
+    steps |= {"rows": "8", "passes": "2", "torch": "1", "transformers": "2", "way": "log-probs of steps"}
+    steps |= {"tokens": "7", "same_bits": "0.25", "largest_difference": "0.25", "outside": "0.125"}
+    steps |= {"from -1": "1", "from -1e-07": "2", "from 0": "3", "from 1e-30": "0", "from 1": "1"}
+    again = steps | {"way": "log-probs of steps, replayed", "from -1": "0", "outside": "0.0"}
+    trainer = steps | {"way": "log-probs of trainer", "from 0": "7", "outside": "0.0"}
+    lora = steps | {"weights": "LoRA"}
+    rows = [steps | {"way": "stock", "tokens": ""}, steps, again, trainer, lora]
+    header, _, first, second, _, note = ratios.ratios_table(rows).splitlines()
+    assert header.endswith('| trained | of steps | of steps, routing replayed | `"trainer"` |')
+    assert first == "| x | fp32 | all | 25%, 2e-01 (12.5%) | 25%, 2e-01 | 25%, 2e-01 |"
+    assert second == "| x | fp32 | LoRA | 25%, 2e-01 (12.5%) |  |  |"
+    assert "At least 7 tokens" in note
+    drawn = []
+    monkeypatch.setattr("hf_fastdecode.measurement.figures.save", lambda figure, path: drawn.append(figure) or path)
+    ratios.draw_ratios(rows, tmp_path / "x.png")
+    before, after = drawn[0].axes
+    assert [[bar.get_height() for bar in axis.patches[:5]] for axis in (before, after)] == [
+        [1, 2, 3, 0, 1],
+        [1, 2, 7, 0, 1],
+    ]
+    assert before.patches[-1].get_data().values.tolist() == [0, 2, 3, 0, 1]
+    assert before.get_ylim() == after.get_ylim()
 
 
 def test_tables_are_made_from_the_rows():

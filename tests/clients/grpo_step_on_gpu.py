@@ -3,47 +3,92 @@
 A model of the named shape with random weights in bf16 trains for some steps: stock, enabled with
 `share_forward=False`, and enabled. Every rollout serves two steps (`num_iterations=2`), so that TRL computes the
 log-probabilities of the completions after it, before the first update. A row has the seconds of such a step: of its
-rollout, of these log-probabilities, and of all else, which is forward, backward, rewards and the optimizer. Two more
-ways have rollouts that return log-probabilities, those of steps and a trainer's, and say how these agree with TRL's.
+rollout, of these log-probabilities, and of all else, which is forward, backward, rewards and the optimizer. Other ways
+have rollouts that return log-probabilities, and their rows say how these agree with TRL's: the tokens by the ratio of
+the two, the share of tokens with the same bits, and the largest difference. Small models do on a CPU:
+``--device cpu --shape tiny-qwen3 --precision fp32``. Rows of other cases that FILE has are kept.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor
-from transformers import TrainerCallback
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
 
 import hf_fastdecode as fd
-from hf_fastdecode.files import write_rows
+from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement.calls import idle_time
 from hf_fastdecode.measurement.rows import provenance
 from hf_fastdecode.measurement.shapes import random_model
 
+from ..tiny_models import ARCHITECTURES, tiny_model_of_type
 from .recording import recorded
-from .training import make_trainer, rollout_of_page
+from .training import base_of, make_trainer, rollout_of_page
 
-_WAYS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "rollouts": {"share_forward": False},
-    "enabled": {},
-    "log-probs of steps": {},
-    "log-probs of trainer": {"log_probs": "trainer"},
+
+class _Way(NamedTuple):
+    """How rollouts are made.
+
+    Attributes:
+        enable: The options of `enable`; None for stock.
+        rollout: Makes the rollout function; None for TRL's own rollouts. Raw log-probabilities of steps are comparable
+            at a temperature of 1.
+        replayed: Whether updates route as the rollouts did.
+    """
+
+    enable: dict[str, Any] | None
+    rollout: Callable[[], Any] | None = None
+    replayed: bool = False
+
+
+_of_steps = partial(rollout_of_page, steps=True)
+_WAYS = {
+    "stock": _Way(None),
+    "rollouts": _Way({"share_forward": False}),
+    "enabled": _Way({}),
+    "log-probs of steps": _Way({}, _of_steps),
+    "log-probs of trainer": _Way({"log_probs": "trainer"}, rollout_of_page),
+    "log-probs of steps, replayed": _Way({}, _of_steps, replayed=True),
+    "log-probs of trainer, replayed": _Way({"log_probs": "trainer"}, rollout_of_page, replayed=True),
+    "log-probs of invariant steps": _Way({"log_probs": "invariant"}, _of_steps),
 }
-"""Ways, and the options of `enable` in each."""
 
-_FIELDS = {"log-probs of steps": "logprobs", "log-probs of trainer": "processed_logprobs"}
-"""Fields of `generate`'s output that rollouts return; at a temperature of 1 the first are comparable too."""
+_BY_NAME = 3
+"""So many ways, the last ones, run only where they are named: two for experts, one for kernels of a GPU."""
+
+_TINY = {
+    "tiny-qwen3": ("qwen3", ARCHITECTURES["qwen3"][1]),
+    "tiny-qwen3-moe": (
+        "qwen3_moe",
+        ARCHITECTURES["qwen3"][1] | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    ),
+    "tiny-gpt-oss": ARCHITECTURES["gpt_oss"],
+}
+
+_PRECISIONS = ("bf16", "bf16 autocast", "fp32")
+"""Of weights and products; under autocast weights are fp32."""
+
+_WEIGHTS = ("all", "LoRA", "LoRA, merged in rollouts", "LoRA over torchao int8")
+"""What is trained, over what."""
+
+_EDGES = [10 ** (half / 2) for half in range(-14, 1)]  # 1e-7 to 1
+_BINS = [*(-edge for edge in reversed(_EDGES)), 0.0, 1e-30, *_EDGES]
+"""Where bins of (ratio - 1) begin, each of which ends where the next begins; that of 0 has equal bits alone."""
 
 _PARTS = ("step_s", "rollout_s", "logprobs_s", "update_s")
-_SHOWN = ("way", *_PARTS, "first_step_s", "peak_bytes", "same_bits", "largest_difference", "ran")
+_SHOWN = ("way", *_PARTS, "first_step_s", "peak_bytes", "tokens", "same_bits", "largest_difference", "ran")
 
 
 class _Steps(TrainerCallback):
@@ -51,7 +96,7 @@ class _Steps(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.device, self.seconds, self.scored = trainer.model.device, [], []
-        self.differences: list[Tensor] = []  # of rollouts' log-probabilities from TRL's
+        self.differences: list[Tensor] = []  # TRL's log-probabilities minus rollouts'
         self._score = trainer._get_per_token_logps_and_entropies
         self._complete = trainer._generate_and_score_completions
         trainer._get_per_token_logps_and_entropies = self._timed
@@ -75,15 +120,19 @@ class _Steps(TrainerCallback):
     def _compared(self, inputs: Any) -> Any:
         found = self._complete(inputs)
         if (drawn := found.get("sampling_per_token_logps")) is not None:
-            difference = (drawn - found["old_per_token_logps"]).abs()
+            difference = found["old_per_token_logps"].double() - drawn
             self.differences.append(difference[found["completion_mask"] > 0])
         return found
 
 
 def main(
     out: Annotated[Path, typer.Option(help="CSV file of rows to write.")],
-    way: Annotated[list[str] | None, typer.Option(help=f"Repeatable, all by default: {', '.join(_WAYS)}.")] = None,
-    shape: Annotated[str, typer.Option(help="A shape of `benchmarks generate`; `embedded` in fp32.")] = "qwen3-4b",
+    way: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(_WAYS)}.")] = None,
+    shape: Annotated[
+        str, typer.Option(help=f"A shape of `benchmarks generate`, {', '.join(_TINY)}; `embedded` in fp32.")
+    ] = "qwen3-4b",
+    precision: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(_PRECISIONS)}.")] = None,
+    weights: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {'; '.join(_WEIGHTS)}.")] = None,
     samples: Annotated[int, typer.Option(help="Completions of each prompt.")] = 16,
     prompts: Annotated[int, typer.Option(help="Prompts in a rollout.")] = 4,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a completion.")] = 256,
@@ -93,36 +142,85 @@ def main(
     device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
 ) -> None:
     """Train in each way, and write each row when it is measured."""
-    rows = []
-    for name in way or _WAYS:
-        sizes = {"max_completion_length": new_tokens, "num_generations": samples, "max_steps": 2 * rollouts}
-        sizes |= {"per_device_train_batch_size": samples * prompts // passes, "gradient_accumulation_steps": passes}
+    rows = read_rows(out) if out.exists() else []
+    sizes = {"max_completion_length": new_tokens, "num_generations": samples, "max_steps": 2 * rollouts}
+    sizes |= {"per_device_train_batch_size": samples * prompts // passes, "gradient_accumulation_steps": passes}
+    for number, kind, name in product(
+        precision or _PRECISIONS[:1], weights or _WEIGHTS[:1], way or list(_WAYS)[:-_BY_NAME]
+    ):
+        given = _WAYS[name]
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of the case before, which fp32 would run in
         with tempfile.TemporaryDirectory() as folder:
-            model = None if shape == "embedded" else random_model(shape, device, torch.bfloat16)
-            options = {"model": model, "shots": shots, "use_cpu": device == "cpu", "num_iterations": 2, **sizes}
-            trainer: Any = make_trainer("grpo", Path(folder), **options)
-            given = _WAYS[name]
-            if given is not None:
-                fd.enable(trainer.model, **given)
-            if name in _FIELDS:
-                trainer.rollout_func = rollout_of_page(_FIELDS[name])
-            rows.append(provenance(device) | {"trl": version("trl"), "program": "TRL GRPO step", "model": shape})
-            rows[-1] |= {"rows": samples * prompts, "new_tokens": new_tokens, "passes": passes, "way": name}
-            rows[-1] |= _trained(
-                trainer, samples * prompts, shared=given is not None, forward=name not in ("stock", "rollouts")
+            options = {"shots": shots, "use_cpu": device == "cpu", "num_iterations": 2, "bf16": number != "fp32"}
+            options |= sizes | ({"generation_kwargs": {"output_router_choices": True}} if given.replayed else {})
+            trainer = _trainer(Path(folder), kind, partial(_model, shape, device, number), options)
+            if given.enable is not None:
+                fd.enable(trainer.model, min_saved_tokens=1, **given.enable)  # also of few and tiny ones, on a CPU
+            if given.rollout is not None:
+                rollout = given.rollout()
+                trainer.rollout_func = _merged(rollout) if "merged" in kind else rollout
+            case = {"model": shape, "precision": number, "weights": kind, "way": name}
+            row = provenance(device) | {"trl": version("trl"), "program": "TRL GRPO step", **case}
+            row |= {"rows": samples * prompts, "new_tokens": new_tokens, "passes": passes}
+            row |= _trained(
+                trainer, samples * prompts, shared=given.enable is not None, forward=name not in ("stock", "rollouts")
             )
+        rows = [*(one for one in rows if any(one.get(column) != value for column, value in case.items())), row]
         write_rows(out, rows)
-        print({column: rows[-1][column] for column in _SHOWN}, flush=True)
-        del trainer, model, options
+        print({column: row[column] for column in _SHOWN}, flush=True)
+        del trainer, options
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
+def _model(shape: str, device: str, precision: str) -> PreTrainedModel | None:
+    """A model with random weights; None for the embedded one."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if shape in _TINY:
+        model_type, fields = _TINY[shape]
+        fields = fields | {"max_position_embeddings": 8192, "bos_token_id": None, "eos_token_id": 1}
+        vocabulary = len(fd.load_embedded()[1])
+        return tiny_model_of_type(model_type, vocab_size=vocabulary, **fields).to(device, dtype)
+    return None if shape == "embedded" else random_model(shape, device, dtype)
+
+
+def _trainer(
+    folder: Path, weights: str, make_model: Callable[[], PreTrainedModel | None], options: dict[str, Any]
+) -> Any:
+    """A trainer of what `weights` names."""
+    model, adapter = make_model(), None
+    if weights.startswith("LoRA"):
+        from peft import LoraConfig
+
+        adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    if hasattr(getattr(model, "config", None), "output_router_logits"):  # with its loss updates run stock
+        options |= {"router_aux_loss_coef": 0.0}
+    if "int8" in weights:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        # TRL multiplies by slices of the head's weight, which torchao's have not.
+        quantize_(model, Int8WeightOnlyConfig(), lambda one, name: isinstance(one, nn.Linear) and name != "lm_head")
+    return make_trainer("grpo", folder, model=model, peft_config=adapter, **options)
+
+
+def _merged(rollout: Callable[..., Any]) -> Callable[..., Any]:
+    """A rollout function whose adapter is merged into the weights while it draws."""
+
+    def drawn(prompts: list[str], trainer: Any) -> Any:
+        trainer.model.merge_adapter()
+        try:
+            return rollout(prompts, trainer)
+        finally:
+            trainer.model.unmerge_adapter()
+
+    return drawn
+
+
 def _trained(trainer: Any, rows: int, *, shared: bool, forward: bool) -> dict[str, Any]:
     """The measured columns of a run of a trainer."""
     model, cuda = trainer.model, trainer.model.device.type == "cuda"
-    with recorded(model) as calls:
+    with recorded(base_of(model)) as calls:
         steps = _Steps(trainer)
         trainer.add_callback(steps)
         trainer.train()
@@ -145,11 +243,20 @@ def _trained(trainer: Any, rows: int, *, shared: bool, forward: bool) -> dict[st
 
 
 def _agreement(differences: list[Tensor]) -> dict[str, float | None]:
-    """How log-probabilities of rollouts agree with TRL's; None where they return none."""
+    """How log-probabilities of rollouts agree with TRL's, and tokens by their ratio; None where they return none."""
     if not differences:
-        return {"same_bits": None, "largest_difference": None}
-    found = torch.cat(differences)
-    return {"same_bits": (found == 0).float().mean().item(), "largest_difference": found.max().item()}
+        return dict.fromkeys(("tokens", "same_bits", "largest_difference", "outside"))
+    found = torch.cat(differences).cpu()
+    above = found.expm1()
+    at = torch.bucketize(above, torch.tensor(_BINS, dtype=torch.float64), right=True) - 1
+    counts = at.bincount(minlength=len(_BINS)).tolist()
+    return {
+        "tokens": len(found),
+        "same_bits": (found == 0).double().mean().item(),
+        "largest_difference": found.abs().max().item(),
+        "outside": (above.abs() > 0.1).double().mean().item(),
+        **{f"from {edge:.3g}": count for edge, count in zip(_BINS, counts, strict=True)},
+    }
 
 
 if __name__ == "__main__":

@@ -51,12 +51,15 @@ def reward(completions: list[Any], **_: Any) -> list[float]:
     return [len(set(text)) / max(1, len(text)) for text in texts]
 
 
-def rollout_of_page(field: str = "processed_logprobs") -> Any:
-    """The rollout function of docs/rl.md; `field` of `generate`'s output has the log-probabilities that it returns."""
+def rollout_of_page(*, steps: bool = False) -> Any:
+    """The rollout function of docs/rl.md; with `steps`, it returns the log-probabilities that `TokenLogProbs` gets."""
     page = (Path(__file__).parents[2] / "docs/rl.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def rollout" in one)
+    if steps:
+        block = block.replace("=config)", "=config, logits_processor=[recorder := fd.TokenLogProbs()])")
+        block = block.replace("output.processed_logprobs", "recorder.of(tokens)")
     names: dict[str, Any] = {}
-    exec(next(block for block in blocks if "def rollout" in block).replace("processed_logprobs", field), names)
+    exec(block, names)
     return names["rollout"]
 
 
