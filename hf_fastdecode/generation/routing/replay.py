@@ -13,13 +13,13 @@ from .routers import routers_of
 class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
     """Let routers choose the given experts in forward passes without a cache, as in scoring and training.
 
-    Their weights, such as a softmax over the scores of the chosen ones, are computed from the logits of now, to which
+    Their weights, such as a softmax over the scores of the chosen ones, are computed from the current logits, to which
     gradients flow (rollout routing replay, R3, arXiv 2510.11370). It lasts until the end of a ``with`` block, within
     which backward passes need not be, or, called alone, until the next call; ``replay_routing(model, None)`` ends it.
 
     A row of a pass gets the choices of the recorded row that has its tokens, or begins with them: rows may be
     shuffled, cut and padded. Of several such rows that at its own place counts, or else the shortest. A recorded row's
-    last token, which `generate` gave to no layer, and padding are routed as ever, and so are passes with a cache and
+    last token, which `generate` gave to no layer, and padding are routed as usual, and so are passes with a cache and
     those of other calls of `generate`.
 
     Args:

@@ -2,7 +2,7 @@
 
 A router computes scores of experts ``[tokens, experts]`` and takes the largest of each row by `torch.topk`. The scores
 that this returns, or those at the places that it returns, become the weights of the experts. So a router whose
-`torch.topk` returns given places computes weights of given experts by its own code: from its logits of now, to which
+`torch.topk` returns given places computes weights of given experts by its own code: from its current logits, to which
 gradients flow, as in rollout routing replay (R3, Ma et al. 2025, arXiv 2510.11370).
 """
 
