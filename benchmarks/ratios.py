@@ -14,7 +14,6 @@ _WAYS: Final = {
     "log-probs of steps, replayed": "of steps, routing replayed",
     "log-probs of trainer": '`"trainer"`',
     "log-probs of trainer, replayed": '`"trainer"`, routing replayed',
-    "log-probs of invariant steps": '`"invariant"`',
 }
 _BIN: Final = "from "
 """In front of where a bin of (ratio - 1) begins, in the names of columns of counts."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .._compat import stored_of, stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
-from ..instance_methods import STATE_ATTRIBUTE
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
 
 _SAMPLES = 4
@@ -43,7 +42,7 @@ class Fingerprint:
         self._own = _own_state(walk)
         self._tables = {index: (len(table), _rows(table, len(table))) for index, table in _tables(walk).items()}
         self._adapters = adapter_state(walk)
-        self._samples, self._in_order = _samples(walk), _computes_in_order(model)
+        self._samples = _samples(walk)
         self._known: object = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -54,7 +53,7 @@ class Fingerprint:
         return self  # immutable, and describes the same model
 
     def difference(self, model: nn.Module, walk: ModelWalk | None = None) -> str | None:
-        """The kind of change: ``weights``, ``adapters``, ``modules`` or ``log_probs``; None if nothing did."""
+        """The kind of change: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
         walk = walk or ModelWalk(model)
         return self.host_difference(model, walk) or self.sampled_difference(walk)
 
@@ -64,8 +63,6 @@ class Fingerprint:
         Args:
             known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
         """
-        if self._in_order != _computes_in_order(model):  # so that tokens have other bits
-            return "log_probs"
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
             versions = [versions for _, versions, _ in self._own[0]]  # all else is known to be the same
@@ -103,11 +100,6 @@ class Fingerprint:
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
-
-
-def _computes_in_order(model: nn.Module) -> bool:
-    state = vars(model).get(STATE_ATTRIBUTE)
-    return state is not None and bool(state.options.invariant)
 
 
 class ChangedBetween:

@@ -67,7 +67,7 @@ def adding_log_probs(
     """
     state = state_of(model)
     recorders = [one for one in processors if type(one) is TokenLogProbs]
-    if state is None or state.options.log_probs == "auto":
+    if state is None or state.options.log_probs != "trainer":
         return lambda output: output
     for one in (state, *(of_part for _, of_part in owned_by(state, model))):
         one.last_rows = None  # the steps may need their memory
@@ -78,13 +78,9 @@ def adding_log_probs(
         refusal = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
     if (refusal := refusal or reason_of(check_noise, model.modules())) is not None:
         raise ValueError(
-            f"log_probs={state.options.log_probs!r} is for rows of text that are drawn token by token, and {refusal}, "
-            "or enable the model with log_probs='auto'"
+            f"log_probs='trainer' is for rows of text that are drawn token by token, and {refusal}, or enable the "
+            "model with log_probs='auto'"
         )
-    if state.options.invariant:  # those of steps are a trainer's
-        if not recorders:
-            processors.append(TokenLogProbs())
-        return lambda output: output
     without = TokenLogProbs, LogitNormalization  # which change no probability
     others = LogitsProcessorList(one for one in processors if type(one) not in without)
     sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
@@ -98,10 +94,10 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     config = arguments.get("generation_config") or model.generation_config
     returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
     asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
-    if asks and (state := state_of(model)) is not None and state.options.log_probs != "auto":
+    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(
-            f"log_probs={state.options.log_probs!r} is for rows that this package's loop draws, and {why}; ask for "
-            "sequences alone, or enable the model with log_probs='auto'"
+            f"log_probs='trainer' is for rows that this package's loop draws, and {why}; ask for sequences alone, or "
+            "enable the model with log_probs='auto'"
         )
 
 
