@@ -47,7 +47,7 @@ def ratios_table(rows: Sequence[Measurement]) -> str:
 
 
 def orders_table(rows: Sequence[Measurement]) -> str:
-    """A line for each call of a model: a step, a forward pass, and how many tokens have that pass's bits, of each way."""
+    """A line for each call of a model, and in it of each way: a step, a forward pass, tokens with that pass's bits."""
     lines = []
     for of_way in by([row for row in rows if row["ms_per_step"]], "model", "prompts", "context", "samples"):
         first = next(iter(of_way.values()))
