@@ -203,7 +203,7 @@ def calling(forward: Any, others: Mapping[str, Callable[..., Any]]) -> Callable[
         names = {**names, **others}
     else:
         inner = calling(wrapped, others)
-        held = [cell for cell in cells if _contents(cell) is wrapped]
+        held = [cell for cell in cells if contents(cell) is wrapped]
         if inner is None or not held:
             return None
         cells = tuple(CellType(inner) if cell in held else cell for cell in cells)
@@ -212,7 +212,8 @@ def calling(forward: Any, others: Mapping[str, Callable[..., Any]]) -> Callable[
     return copied
 
 
-def _contents(cell: CellType) -> Any:
+def contents(cell: CellType) -> Any:
+    """What a cell of a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:  # empty
