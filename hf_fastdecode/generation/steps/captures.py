@@ -197,7 +197,7 @@ class Captures:
         if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
             return
         size = size_for(inputs.shape[1]) if inputs.numel() else None
-        if size is None or again[0].autocast != autocast_dtype(device) or not self._may_replay(device):
+        if size is None or not self._may_replay(device):
             return
         if self.lock.holder is not None:
             return
@@ -205,8 +205,8 @@ class Captures:
         try:
             if not self.lock.acquire(LockHolder(scope), wait=False):
                 return
-            shape, _ = again
-            if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
+            shape = again[0]._replace(tokens=size, autocast=autocast_dtype(device))
+            if (captured := self.prefills.find(shape, None, inputs.shape[1])) is not None:
                 self.ahead = PrefillAhead(captured, inputs)
         except Exception:  # such as lack of memory: the call does without it
             self.end_ahead(scope)
