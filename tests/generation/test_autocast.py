@@ -120,14 +120,14 @@ def prepared(model, device="cuda"):
     return model
 
 
-def test_dtype_of_passes():
+def test_dtype_of_passes(accelerator):
     model, wide = tiny_model(), tiny_model().double()
     assert computes_in(model) == torch.float32
     with autocast():
         assert (computes_in(model), computes_in(wide)) == (torch.bfloat16, torch.float64)
     for enabled_first in (True, False):
-        own = prepared(fd.enable(tiny_model()) if enabled_first else tiny_model(), "cpu")
-        assert computes_in(fd.enable(own)) == torch.bfloat16
+        own = accelerator.prepare(fd.enable(tiny_model()) if enabled_first else tiny_model())
+        assert computes_in(fd.enable(accelerator.unwrap_model(own))) == torch.bfloat16
         with torch.autocast("cpu", torch.float16):
             assert computes_in(own) == torch.bfloat16
             assert torch.get_autocast_dtype("cpu") == torch.float16
@@ -168,7 +168,7 @@ def test_captured_steps_are_of_one_autocast(uncaptured, monkeypatch):
     call = ragged_prompts(24, 20, shared=16) | LOGITS | {"max_new_tokens": 3}
 
     def logits(inside):
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+        with torch.autocast("cpu", torch.float16, enabled=inside):  # as interpreted kernels round bf16 otherwise
             return torch.stack(model.generate(**call).logits)
 
     def change(factor):
@@ -177,13 +177,13 @@ def test_captured_steps_are_of_one_autocast(uncaptured, monkeypatch):
 
     with fd.enabled(model, mode="eager", **options):
         expected = {inside: logits(inside) for inside in (True, False)}
-    assert not torch.equal(expected[True], expected[False])
+    assert 0 < (expected[True] - expected[False]).abs().max() < 0.02
     with fd.enabled(model, mode="graph", **options):
         for inside in (True, False, True):
             found, report = logits(inside), fd.explain(model).last_call
             assert torch.equal(found, expected[inside])
             assert report.mode == "graph"
-            assert report.mode_reason.endswith("casts float32 weights to bfloat16") is inside
+            assert report.mode_reason.endswith("casts float32 weights to float16") is inside
         change(4)
         assert torch.equal(logits(True), 4 * expected[True])
         assert state_of(model).captures.count == 2
