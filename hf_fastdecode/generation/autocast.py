@@ -54,3 +54,17 @@ def casting_anew(model: PreTrainedModel) -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
         for one, enabled in zip(own, before, strict=True):
             setattr(one, CACHES_CASTS, enabled)
+
+
+@contextmanager
+def entered_again(model: PreTrainedModel) -> Iterator[None]:
+    """Context within a model's `forward` in which further passes enter what code around it has entered.
+
+    An autocast keeps on itself what its end restores: entered twice, it would stay on.
+    """
+    before = [(one, vars(one).copy()) for one in _autocasts_of(model)]
+    try:
+        yield
+    finally:
+        for one, state in before:
+            vars(one).update(state)

@@ -133,6 +133,14 @@ def test_dtype_of_passes(accelerator):
             assert torch.get_autocast_dtype("cpu") == torch.float16
 
 
+def test_autocast_ends_with_a_call_of_another_loop(accelerator):
+    """Which prefills in a `forward` that has entered autocast, and enters it again."""
+    model = accelerator.prepare(fd.enable(tiny_model(), min_saved_tokens=1))
+    model.generate(**PROMPTS, num_beams=2, max_new_tokens=4)
+    assert fd.explain(model).last_call.path == "shared"
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("way", ["around", "prepared"])
 def test_casts_of_weights_end_with_a_captured_pass(way):
     """It reads none that autocast keeps, whose memory is freed, and leaves none, which a capture does not compute."""
