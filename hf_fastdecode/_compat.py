@@ -255,6 +255,10 @@ LINEAR: Final[Callable[..., Tensor]] = torch._C._nn.linear
 """`F.linear`, also where a library replaces that name (DeepSpeed's ZeRO-3)."""
 
 
+CACHES_CASTS: Final = "_cache_enabled"
+"""Attribute of `torch.autocast`: whether it keeps casts of weights. Replace it if torch names a public one."""
+
+
 SET_BY_ZERO: Final = frozenset(
     "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt ds_external_parameters "
     "ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity ds_recompute_parameters post_bwd_fn "

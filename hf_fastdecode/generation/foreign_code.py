@@ -53,7 +53,7 @@ def check_code(walk: ModelWalk) -> None:
         for hook in _hooks(module):
             if not _is_known_hook(hook):
                 raise Unsupported(f"{_where(walk, module)} has a forward hook, {name_of(hook)}, {_WHY}")
-        for piece in _own_code(module):
+        for piece in own_code(module):
             if not _is_of(defining_module(piece), known):
                 raise Unsupported(f"{_where(walk, module)} has a forward of its own, {name_of(piece)}, {_WHY}")
     for kind, first in walk.classes.items():
@@ -98,7 +98,7 @@ def _flat(hook: Any) -> Iterator[Any]:
             yield from _flat(part)
 
 
-def _own_code(module: nn.Module) -> Iterator[Any]:
+def own_code(module: nn.Module) -> Iterator[Any]:
     """Callables that an instance runs in place of its class's methods, with the functions they wrap."""
     state = vars(module).get(STATE_ATTRIBUTE)
     beneath = state.methods.original(module, "forward") if state is not None else None

@@ -65,6 +65,9 @@ def refusal_of_operands(x: Tensor, *parameters: Tensor, of_other_dtypes: Sequenc
         return "it takes plain tensors of one dtype and device"
     if any(part.device != x.device for part in of_other_dtypes):
         return "it takes tensors of one device"
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != x.dtype:
+        return "autocast chooses another dtype"
     if torch.is_grad_enabled() and any(part.requires_grad for part in (x, *parameters, *of_other_dtypes)):
         return "it computes no gradients"
     return None

@@ -1,4 +1,4 @@
-"""Calls under autocast share: around the call, or within a `forward` that accelerate has wrapped."""
+"""Calls under autocast share, and are captured: around the call, or within a `forward` that accelerate has wrapped."""
 
 import copy
 from types import MethodType
@@ -11,8 +11,12 @@ from accelerate.utils import convert_outputs_to_fp32
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
+from hf_fastdecode.generation.autocast import casting_anew, computes_in
+from hf_fastdecode.generation.model_state import state_of
+from hf_fastdecode.generation.steps import captured_prefill
 
 from ..tiny_models import ragged_prompts, tiny_model
+from .uncaptured import SMALL, on_the_cpu
 
 PROMPTS = ragged_prompts(71, 57, shared=40)
 CALL = {"max_new_tokens": 9, "num_return_sequences": 3, "do_sample": True, "top_k": 0}
@@ -109,39 +113,183 @@ def test_one_autocast_within_another(inner):
         assert fd.explain(model).last_call.path == "shared", fd.explain(model).last_call.reason
 
 
-def prepared(model):
-    """What `accelerator.prepare(model)` does to a model's forward on a GPU."""
-    inner = torch.autocast("cuda", torch.bfloat16)(model.forward.__func__)
+def prepared(model, device="cuda"):
+    """What `accelerator.prepare(model)` does to a model's forward."""
+    inner = torch.autocast(device, torch.bfloat16)(model.forward.__func__)
     model.forward = MethodType(convert_outputs_to_fp32(inner), model)
     return model
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "way", "mode"),
-    [
-        (torch.float32, "prepared", "eager"),
-        (torch.float32, "around", "eager"),
-        (torch.bfloat16, "prepared", "graph"),
-        (torch.bfloat16, "around", "eager"),
-    ],
-)
-def test_kernels_and_captured_steps_under_autocast(dtype, way, mode):
-    """Weights in fp32 take the kernels; those in half precision are captured where `forward` enters autocast."""
-    plain = tiny_model(hidden_size=256).to("cuda", dtype)
-    model = fd.enable(tiny_model(hidden_size=256).to("cuda", dtype))
+def test_dtype_of_passes(accelerator):
+    model, wide = tiny_model(), tiny_model().double()
+    assert computes_in(model) == torch.float32
+    with autocast():
+        assert (computes_in(model), computes_in(wide)) == (torch.bfloat16, torch.float64)
+    for enabled_first in (True, False):
+        own = accelerator.prepare(fd.enable(tiny_model()) if enabled_first else tiny_model())
+        assert computes_in(fd.enable(accelerator.unwrap_model(own))) == torch.bfloat16
+        with torch.autocast("cpu", torch.float16):
+            assert computes_in(own) == torch.bfloat16
+            assert torch.get_autocast_dtype("cpu") == torch.float16
+
+
+def test_autocast_ends_with_a_call_of_another_loop(accelerator):
+    """Which prefills in a `forward` that has entered autocast, and enters it again."""
+    model = accelerator.prepare(fd.enable(tiny_model(), min_saved_tokens=1))
+    model.generate(**PROMPTS, num_beams=2, max_new_tokens=4)
+    assert fd.explain(model).last_call.path == "shared"
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("way", ["around", "prepared"])
+def test_casts_of_weights_end_with_a_captured_pass(way):
+    """It reads none that autocast keeps, whose memory is freed, and leaves none, which a capture does not compute."""
+    model, ids = tiny_model(), PROMPTS["input_ids"]
+    weight = model.lm_head.weight
     if way == "prepared":
-        model = prepared(model)
-    fd.enable(model, mode="auto" if mode == "eager" else mode, backend="triton")
+        prepared(model, "cpu")
+
+    def logits(factor=1):
+        weight.copy_(own * factor)
+        return model(ids, use_cache=False).logits
+
+    with torch.no_grad():
+        own = weight.clone()
+        with autocast():
+            once = logits()
+            assert torch.equal(logits(2), once)  # by the cast that is kept
+            with casting_anew(model):
+                assert torch.equal(logits(2), 2 * once)
+                assert torch.equal(logits(4), 4 * once)
+            assert torch.equal(logits(8), once)
+        with autocast():
+            with casting_anew(model):
+                logits()
+            assert torch.equal(logits(2), 2 * once)
+
+
+@on_the_cpu
+def test_captured_steps_are_of_one_autocast(uncaptured, monkeypatch):
+    """Calls in and out of autocast by turns; weights in fp32 are cast as they are at each step."""
+    monkeypatch.setattr(captured_prefill, "_SIZES", ())  # whose logits are rounded otherwise
+    model, options = tiny_model(**SMALL), {"backend": "triton", "min_saved_tokens": 1, "min_shared_tokens": 8}
+    call = ragged_prompts(24, 20, shared=16) | LOGITS | {"max_new_tokens": 3}
+
+    def logits(inside):
+        with torch.autocast("cpu", torch.float16, enabled=inside):  # as interpreted kernels round bf16 otherwise
+            return torch.stack(model.generate(**call).logits)
+
+    def change(factor):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+
+    with fd.enabled(model, mode="eager", **options):
+        expected = {inside: logits(inside) for inside in (True, False)}
+    assert 0 < (expected[True] - expected[False]).abs().max() < 0.02
+    with fd.enabled(model, mode="graph", **options):
+        for inside in (True, False, True):
+            found, report = logits(inside), fd.explain(model).last_call
+            assert torch.equal(found, expected[inside])
+            assert report.mode == "graph"
+            assert report.mode_reason.endswith("casts float32 weights to float16") is inside
+        change(4)
+        assert torch.equal(logits(True), 4 * expected[True])
+        assert state_of(model).captures.count == 2
+
+
+NAMES = ["llama-gqa", "gpt_oss", "qwen3", "gpt2"]
+
+
+def on_a_gpu(name, dtype, way):
+    """A model in eval mode whose `forward` enters autocast, unless this is around its calls."""
+    width = {"n_embd": 256} if name == "gpt2" else {"hidden_size": 256}
+    model = tiny_model(name, **width).to("cuda", dtype)
+    return prepared(model) if way == "prepared" else model
+
+
+def around(way="around"):
+    return torch.autocast("cuda", torch.bfloat16, enabled=way == "around")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "way"), [*((name, "around") for name in NAMES), ("llama-gqa", "prepared")])
+def test_captured_steps_under_autocast(name, way, dtype):
+    model, plain = on_a_gpu(name, dtype, way), on_a_gpu(name, dtype, "around")
     call = {key: value.cuda() for key, value in PROMPTS.items()} | CALL | LOGITS | {"max_new_tokens": 100}
-    for seed in range(2):  # a capture serves the second
-        torch.manual_seed(seed)
-        with torch.autocast("cuda", torch.bfloat16, enabled=way == "around"):
-            out = model.generate(**call)
-        report = fd.explain(model).last_call
-        assert (report.path, report.mode) == ("shared", mode), str(fd.explain(model))
-        assert "triton" in report.layers[0]
-        if way == "around" and dtype == torch.bfloat16:
-            assert report.mode_reason == "torch.autocast is active around the call"
-        ours, stock = errors(plain, out)
-        assert 0 < ours <= 2 * stock
+    counts = set()
+    with fd.enabled(model, mode="graph", backend="triton"):
+        for seed in range(3):  # a capture of steps serves the second call, and one of prefill the third
+            torch.manual_seed(seed)
+            with around(way):
+                out = model.generate(**call)
+            report = fd.explain(model).last_call
+            assert (report.path, report.mode) == ("shared", "graph"), str(fd.explain(model))
+            assert ("casts float32 weights" in report.mode_reason) is (dtype == torch.float32)
+            ours, stock = errors(plain, out)
+            assert 0 < ours <= 2 * stock
+            counts.add(state_of(model).captures.count)
+    assert len(counts) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["around", "prepared"])
+def test_captured_steps_give_the_log_probs_of_eager_ones(way, dtype, monkeypatch):
+    """Under the same autocast, and again after the weights have changed in place."""
+    monkeypatch.setattr(captured_prefill, "_SIZES", ())  # whose logits are rounded otherwise
+    model = on_a_gpu("llama-gqa", dtype, way)
+    call = {key: value.cuda() for key, value in PROMPTS.items()} | LOGITS | {"max_new_tokens": 20}
+    for factor in (1, 4):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+        found = {}
+        for mode in ("eager", "graph"):
+            fd.enable(model, mode=mode, backend="triton", fuse_projections="auto" if mode == "eager" else False)
+            with around(way):
+                found[mode] = model.generate(**call)
+        same = (found["eager"].sequences == found["graph"].sequences).all(0).cumprod(0).sum() - 71
+        assert same > 5  # later tokens follow others
+        eager, graph = (torch.stack(one.logits)[:same].log_softmax(-1) for one in found.values())
+        assert (eager - graph).abs().max() < 0.1 * factor
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["around", "prepared"])
+def test_captures_own_their_casts(way, monkeypatch):
+    """They read none that autocast kept and freed, and leave none that is not computed, within one autocast or two."""
+    monkeypatch.setattr(captured_prefill, "_SIZES", ())  # whose logits are rounded otherwise
+    model = on_a_gpu("llama-gqa", torch.float32, way)
+    ids = PROMPTS["input_ids"][:1].cuda()
+    call = {"max_new_tokens": 20, "do_sample": False} | LOGITS
+    with torch.no_grad(), fd.enabled(model, mode="graph", backend="triton"):
+        with around():
+            expected = model(ids, use_cache=False).logits  # keeps casts of all weights
+        with around():
+            first = model.generate(ids, **call)
+            assert torch.equal(model(ids, use_cache=False).logits, expected)
+        torch.cuda.synchronize()
+        spoilt = [
+            torch.full_like(one, torch.nan, dtype=torch.bfloat16) for one in model.parameters() for _ in range(8)
+        ]
+        with around():
+            model(ids, use_cache=False)
+            second = model.generate(ids, **call)
+        del spoilt
+        assert state_of(model).captures.count == 1
+    assert torch.equal(torch.stack(first.logits), torch.stack(second.logits))
+
+
+@pytest.mark.gpu
+def test_calls_in_and_out_of_autocast_by_turns():
+    model = on_a_gpu("llama-gqa", torch.float16, "around")  # which autocast's dtype is not
+    call = {"input_ids": PROMPTS["input_ids"][:1].cuda(), "max_new_tokens": 40, "do_sample": False} | LOGITS
+    with fd.enabled(model, mode="graph", backend="triton"):
+        for inside in (True, True, True, False, False, False, True, False, False):  # some begin their prefill ahead
+            with around() if inside else torch.no_grad():
+                out = model.generate(**call)
+            report = fd.explain(model).last_call
+            assert report.mode == "graph", report.mode_reason
+            assert out[CACHE].layers[0].dtype == (torch.bfloat16 if inside else torch.float16)
+            assert not torch.stack(out.logits).isnan().any()
+        assert state_of(model).captures.count == 2

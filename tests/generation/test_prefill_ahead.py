@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import hf_fastdecode as fd
+from hf_fastdecode._compat import CACHE
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.steps.captured_prefill import CapturedPrefill
 
@@ -92,6 +93,18 @@ def test_a_wrong_guess(wrong, begun):
         assert begun[-1] is None
     with fd.enabled(model, mode="eager", **OPTIONS):
         assert_same_prefill(found, first_token(model, other)[0])
+
+
+def test_calls_under_autocast_have_passes_of_their_own(begun):
+    model, prompt = tiny_model(), ragged_prompts(60)
+    with fd.enabled(model, mode="graph", **OPTIONS):
+        for inside, dtype in ((False, torch.float32), (True, torch.float16)) * 2:
+            with torch.autocast("cpu", torch.float16, enabled=inside):
+                found, tokens = first_token(model, prompt)
+            assert (tokens, found[CACHE].layers[0].dtype) == (60, dtype)
+        assert state_of(model).captures.prefills.count == 2
+    ids = prompt["input_ids"][0].tolist()
+    assert begun == [None, None, ids, ids]
 
 
 def test_a_call_that_fails_or_runs_stock_lets_go_of_the_captures(begun):

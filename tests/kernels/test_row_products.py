@@ -196,3 +196,4 @@ def test_refused() -> None:
         assert reason in (refusal(*given) or "")
     with torch.autocast("cpu", torch.bfloat16):
         assert "autocast" in (refusal(inputs, [weight], [None]) or "")
+        assert "CUDA devices" in (refusal(inputs.bfloat16(), [weight.bfloat16()], [None]) or "")

@@ -39,7 +39,19 @@ from ...kernels.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .gated import products_here
-from .trial import FusedKind, by_kernel, close, function_key, is_plain, names_in, random, runs_fused, settings, twin
+from .trial import (
+    FusedKind,
+    by_kernel,
+    close,
+    function_key,
+    is_plain,
+    names_in,
+    own_result,
+    random,
+    runs_fused,
+    settings,
+    twin,
+)
 
 _COUNT, _HIDDEN, _INNER, _ROWS = 3, 32, 48, 18
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").repeat(2)[:, None]
@@ -191,7 +203,7 @@ def _router_form_of(module: nn.Module) -> Routing | None:
     if correction is not None:
         parts[_CORRECTION] = random(len(weight), seed=4, dtype=torch.float32)
     x = random(_ROWS, weight.shape[1], seed=3)
-    found = type(module).forward(twin(module, **parts), x)
+    found = own_result(twin(module, **parts), x)
     if not isinstance(found, tuple) or len(found) != 3 or found[2].dim() != 2:
         return None
     count = found[2].shape[1]

@@ -21,7 +21,19 @@ from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import Activation
 from ...kernels.pointwise.gradients import gated
 from ...kernels.row_products.config import refusal
-from .trial import TRIED_IN, FusedKind, is_plain, linear, matching, names_in, random, runs_fused, settings, twin
+from .trial import (
+    TRIED_IN,
+    FusedKind,
+    is_plain,
+    linear,
+    matching,
+    names_in,
+    own_result,
+    random,
+    runs_fused,
+    settings,
+    twin,
+)
 
 _WIDTH, _HIDDEN = 32, 48
 _SCALES = torch.logspace(-3, 5, 9, base=2, device="cpu").to(TRIED_IN)[:, None]
@@ -53,7 +65,7 @@ def form_of(module: nn.Module) -> Activation | None:
         parts |= {"gate_proj": linear(_WIDTH, _HIDDEN, seed=4), "up_proj": linear(_WIDTH, _HIDDEN, seed=5)}
     kept = {name: part for name, part in module._modules.items() if name in _ACTIVATIONS and part is not None}
     small, x = twin(module, **parts, **kept), random(2, 9, _WIDTH, seed=6) * _SCALES
-    found = type(module).forward(small, x)
+    found = own_result(small, x)
     gate, up = _projected(small, x)
     forms = ((form, parts["down_proj"](reference.gated(gate, up, form))) for form in Activation)
     return matching(found, forms)

@@ -26,7 +26,7 @@ from .norms import GATED_NORMS, NORMS
 from .rotary import ROTARY
 from .shared_experts import SHARED_EXPERTS
 from .states import STATES
-from .trial import FusedKind, fused_here, is_plain, tried
+from .trial import FusedKind, form_and_casts, fused_here, is_plain, unless_cast
 
 _KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)
 
@@ -64,10 +64,11 @@ class FusedModules:
 
     @cached_property
     def _calls(self) -> list[Change]:
-        return [
-            Change(module, COMPILED_CALL, one.kind.replacement(module, one.form))
-            for module, one in zip(self.modules, self.found, strict=True)
-        ]
+        calls = []
+        for module, one in zip(self.modules, self.found, strict=True):
+            call = one.kind.replacement(module, one.form)
+            calls.append(Change(module, COMPILED_CALL, unless_cast(module, call) if one.casts else call))
+        return calls
 
     @property
     def has_experts(self) -> bool:
@@ -89,11 +90,12 @@ class FusedModules:
 
 
 class Found(NamedTuple):
-    """A module that runs as a kernel: its number among the model's, its kind and its form."""
+    """A module that runs as a kernel: its number among the model's, its kind, its form, and whether autocast casts."""
 
     number: int
     kind: FusedKind
     form: Any
+    casts: bool
 
 
 def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Found]:
@@ -106,9 +108,10 @@ def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[
             if (key := of.key(module)) is None or not is_plain(module):
                 continue
             if key not in known:
-                known[key] = tried(of.form_of, module)
-            if known[key] is not None:
-                yield Found(number, of, known[key])
+                known[key] = form_and_casts(of, module)
+            form, casts = known[key]
+            if form is not None:
+                yield Found(number, of, form, casts)
                 break
 
 

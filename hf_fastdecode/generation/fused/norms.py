@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm
 from ...kernels.pointwise.gradients import rms_norm
-from .trial import TRIED_IN, FusedKind, by_kernel, matching, random, runs_fused, settings, twin
+from .trial import TRIED_IN, FusedKind, by_kernel, matching, own_result, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
 _COLUMNS = 96
@@ -46,7 +46,7 @@ def form_of(module: nn.Module) -> NormForm | None:
     assert own is not None
     x = random(8, _COLUMNS, seed=1) * _SCALES
     weight = random(_COLUMNS, seed=2, dtype=torch.float32 if own.dtype == torch.float32 else TRIED_IN)
-    found = type(module).forward(twin(module, weight=weight), x)
+    found = own_result(twin(module, weight=weight), x)
     return matching(found, ((form, reference.rms_norm(x, weight, eps, form)) for form in NormForm))
 
 
@@ -102,7 +102,7 @@ def _gated_form_of(module: nn.Module) -> GatedNormForm | None:
     assert eps is not None
     columns = 2 * group if group else _COLUMNS
     x, gate, weight = random(5, columns, seed=0), random(5, columns, seed=1), random(columns, seed=2)
-    found, given = type(module).forward(twin(module, weight=weight), x, gate), (x, gate, weight, eps)
+    found, given = own_result(twin(module, weight=weight), x, gate), (x, gate, weight, eps)
     return matching(found, ((form, reference.gated_rms_norm(*given, form, group=group)) for form in GatedNormForm))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, FunctionType
@@ -19,6 +19,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..._compat import SET_BY_ZERO, setting, uncompiled_call
 from ...kernels.failures import KernelFailedError
@@ -189,6 +190,59 @@ def tried(trial: Any, *args: Any) -> Any:
         return None
 
 
+_WIDENED = frozenset(
+    "acos asin cosh cosine_similarity cumprod cumsum dist exp expm1 group_norm layer_norm log log10 log1p log2 "
+    "log_softmax logsumexp norm pow prod reciprocal rms_norm rpow rsqrt sinh softmax softplus sum tan".split()
+)
+"""Functions of which autocast on CUDA computes those of half precision in fp32, with results in fp32."""
+
+_NARROWED = frozenset(
+    "addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm mv rmatmul "
+    "scaled_dot_product_attention".split()
+)
+"""Functions that autocast computes in its own dtype."""
+
+
+class _Casts(TorchFunctionMode):
+    """Context that notes in `seen` whether autocast would cast an operand of the code within."""
+
+    seen = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        name = getattr(function, "__name__", "").strip("_")
+        widened = name in _WIDENED and options.get("dtype") is None
+        cast = TRIED_IN if widened else torch.float32 if name in _NARROWED else None
+        self.seen |= any(isinstance(one, Tensor) and one.dtype == cast for one in (*args, *options.values()))
+        return function(*args, **options)
+
+
+_noting: ContextVar[_Casts | None] = ContextVar("hf_fastdecode_casts", default=None)
+
+
+def form_and_casts(kind: FusedKind, module: nn.Module) -> tuple[Any, bool]:
+    """The form of a module, see `FusedKind`, and whether autocast would change what `own_result` computed for it."""
+    casts = _Casts()
+    with setting(_noting, casts):
+        return tried(kind.form_of, module), casts.seen
+
+
+def own_result(small: nn.Module, *args: Any) -> Any:
+    """What the `forward` of a small module's class returns, of operands in `TRIED_IN`."""
+    with _noting.get() or nullcontext():
+        return type(small).forward(small, *args)
+
+
+def unless_cast(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of a module, in which its own code runs under autocast."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        casts = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+        return uncompiled_call(module, *args, **kwargs) if casts else call(*args, **kwargs)
+
+    return run
+
+
 def global_named(name: str, forward: Callable[..., Any]) -> Any:
     """The value of a global name in the code of a function, below its decorators; None if there is no such name."""
     return inspect.unwrap(forward).__globals__.get(name)
@@ -203,7 +257,7 @@ def calling(forward: Any, others: Mapping[str, Callable[..., Any]]) -> Callable[
         names = {**names, **others}
     else:
         inner = calling(wrapped, others)
-        held = [cell for cell in cells if _contents(cell) is wrapped]
+        held = [cell for cell in cells if contents(cell) is wrapped]
         if inner is None or not held:
             return None
         cells = tuple(CellType(inner) if cell in held else cell for cell in cells)
@@ -212,7 +266,8 @@ def calling(forward: Any, others: Mapping[str, Callable[..., Any]]) -> Callable[
     return copied
 
 
-def _contents(cell: CellType) -> Any:
+def contents(cell: CellType) -> Any:
+    """What a cell of a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:  # empty

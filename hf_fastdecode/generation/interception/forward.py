@@ -18,6 +18,7 @@ from ...attention.interface import at_positions, given_positions
 from ...attention.overrides import RowLengths
 from ...cache.captured import CapturedCache
 from ...cache.shared import SharedContextCache, named_arguments, next_positions
+from ..autocast import entered_again
 from ..call_context import active_call_of, active_call_of_thread, structure_of_call
 from ..fingerprint import filled_by
 from ..forward_pass import input_device, prompt_names, reads_positions, takes_positions, with_labels
@@ -68,7 +69,8 @@ def _forward_shared(
         del given[called.positions]
         args, kwargs = (), given
     if cache.first_pass is not None:
-        return cache.first_pass.run(cache, with_cache(given, cache), original)
+        with entered_again(model):
+            return cache.first_pass.run(cache, with_cache(given, cache), original)
     input_ids = given.get(called.ids)
     inputs = input_ids if input_ids is not None else given.get(called.embeddings)
     rows, queries = inputs.shape[:2] if isinstance(inputs, Tensor) else (0, 0)
@@ -90,7 +92,10 @@ def _forward_shared(
         if not cache.state.current.items:  # prefill replaces methods for its time
             structure.known = model_state.structure_of(model).known
             structure.require_same_pass(input_ids, queries)
-    output = cache.later_passes.run(cache, with_cache(given, cache)) if cache.later_passes is not None else None
+    output = None
+    if cache.later_passes is not None:
+        with entered_again(model):
+            output = cache.later_passes.run(cache, with_cache(given, cache))
     if output is None:
         original = _recorded(model, cache, original)
         run = partial(original, *args, **kwargs)

@@ -59,6 +59,7 @@ class PrefillShape(NamedTuple):
         contexts: Whether runs have stored contexts.
         planes: Planes of positions.
         fused_rows: Maximum tokens for which projections of the same input run concurrently.
+        autocast: The dtype of the autocast around the call, if any.
     """
 
     tokens: int
@@ -67,10 +68,17 @@ class PrefillShape(NamedTuple):
     contexts: bool
     planes: int
     fused_rows: int
+    autocast: torch.dtype | None = None
 
     @classmethod
     def of(
-        cls, items: Sequence[PrefillItem], tokens: int, wanted: int, planes: int, fused_rows: int
+        cls,
+        items: Sequence[PrefillItem],
+        tokens: int,
+        wanted: int,
+        planes: int,
+        fused_rows: int,
+        autocast: torch.dtype | None = None,
     ) -> PrefillShape | None:
         """The smallest shape for a pass over `tokens` tokens; None if it is longer than captured ones."""
         several, contexts = len(items) > 1, any(item.context for item in items)
@@ -78,7 +86,7 @@ class PrefillShape(NamedTuple):
         if size is None or (size > _MOST_WITH_OTHERS and (several or contexts)):
             return None
         most = min(size, 1 << max(0, wanted - 1).bit_length())
-        return cls(size, most, several, contexts, planes, fused_rows)
+        return cls(size, most, several, contexts, planes, fused_rows, autocast)
 
 
 def size_for(tokens: int) -> int | None:
@@ -276,11 +284,15 @@ class PrefillAhead:
 
 
 class RowShape(NamedTuple):
-    """The kind of passes that a captured one serves: as many rows as inputs, of equal widths and lengths."""
+    """The kind of passes that a captured one serves: as many rows as inputs, of equal widths and lengths.
+
+    Under an autocast around the call, `autocast` is its dtype.
+    """
 
     rows: int
     width: int
     tokens: int
+    autocast: torch.dtype | None = None
 
 
 class CapturedRows:

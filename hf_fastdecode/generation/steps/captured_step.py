@@ -50,6 +50,7 @@ class CaptureOptions(NamedTuple):
         planes: Number of planes of positions that are given; () for positions without planes, or with equal ones.
         reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
         records: Whether a step also returns what routers choose.
+        autocast: The dtype of the autocast around the call, if any.
     """
 
     fused_rows: int
@@ -58,6 +59,7 @@ class CaptureOptions(NamedTuple):
     planes: tuple[int, ...] = ()
     reordered: bool = False
     records: bool = False
+    autocast: torch.dtype | None = None
 
 
 def bucket(rows: int) -> int:

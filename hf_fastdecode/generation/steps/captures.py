@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...attention.overrides import own_code_of
+from ...attention.overrides import autocast_dtype, own_code_of
 from ...cache.captured import storages_in_place
 from ...cache.layers.state import StepBuffers
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
 from ...kernels.failures import Kernel, failure
+from ..autocast import computes_in
 from ..foreign_code import is_capturable, is_set_once
 from ..interception.switches import own_method
 from ..snapshot import ModelWalk, captured_state
@@ -46,7 +47,7 @@ class Captures:
 
     Attributes:
         ahead: The prefill pass that this call has begun.
-        compiling: Numbers of rows of steps whose kernels have begun to compile.
+        compiling: Numbers of rows, and dtypes, of steps whose kernels have begun to compile.
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
@@ -58,7 +59,7 @@ class Captures:
     def __init__(self) -> None:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
-        self.compiling = set[int]()
+        self.compiling = set[tuple[int, torch.dtype]]()
         self.prefills = CapturedPrefills[CapturedPrefill]()
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS, one_of_a_shape=True)
         self.count = 0
@@ -196,7 +197,7 @@ class Captures:
         if inputs.shape[:-1] != (1,) or inputs.dtype != torch.long or inputs.device != device:
             return
         size = size_for(inputs.shape[1]) if inputs.numel() else None
-        if size is None or torch.is_autocast_enabled(device.type) or not self._may_replay(device):
+        if size is None or not self._may_replay(device):
             return
         if self.lock.holder is not None:
             return
@@ -204,8 +205,8 @@ class Captures:
         try:
             if not self.lock.acquire(LockHolder(scope), wait=False):
                 return
-            shape, _ = again
-            if (captured := self.prefills.find(shape._replace(tokens=size), None, inputs.shape[1])) is not None:
+            shape = again[0]._replace(tokens=size, autocast=autocast_dtype(device))
+            if (captured := self.prefills.find(shape, None, inputs.shape[1])) is not None:
                 self.ahead = PrefillAhead(captured, inputs)
         except Exception:  # such as lack of memory: the call does without it
             self.end_ahead(scope)
@@ -286,8 +287,8 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
     devices = {parameter.device for parameter in walk.parameters}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return f"the model must be on one CUDA device, got {', '.join(sorted(map(str, devices)))}"
-    if model.dtype not in (torch.float16, torch.bfloat16):
-        return f"the kernels take float16 and bfloat16, got {model.dtype}"
+    if (dtype := computes_in(model)) not in (torch.float16, torch.bfloat16):
+        return f"the kernels take float16 and bfloat16, got {dtype}"
     if backend not in ("auto", "triton"):
         return f"backend={backend!r} was requested"
     for module in walk.with_code:
@@ -302,8 +303,6 @@ def capture_reason(model: PreTrainedModel, layout: ModelLayout, walk: ModelWalk,
 
 def reason_of_call(model: PreTrainedModel, arguments: dict[str, Any]) -> str | None:
     """Why steps of a call with these model arguments cannot be captured though the model's could be, or None."""
-    if torch.is_autocast_enabled(model.device.type):  # its weight casts would be kept beyond the graph's replay
-        return "torch.autocast is active around the call"
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             return f"the argument {name!r} is a tensor"

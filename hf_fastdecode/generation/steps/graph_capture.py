@@ -30,6 +30,7 @@ from ...instance_methods import is_linear
 from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.ranks import ALONE, Ranks
+from ..autocast import casting_anew
 from ..fused.experts import LargestOfFew
 from ..fused.gated import RowProducts
 from ..fused.norms import WaitingSums
@@ -46,6 +47,7 @@ def pass_context(
     are within `fusing_products`.
     """
     with ExitStack() as stack:
+        stack.enter_context(casting_anew(model))
         stack.enter_context(structure.captured_overrides.installed())
         if fused_rows:
             stack.enter_context(fusing_products())

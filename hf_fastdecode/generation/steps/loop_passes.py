@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ..._compat import CACHE
 from ...attention.forest import Forest
+from ...attention.overrides import autocast_dtype
 from ...cache.captured import storages_in_place
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
@@ -59,6 +60,7 @@ class CapturedPasses:
         self._call, self._captures, self._model = call, call.state.captures, call.model
         self._reorders, self._watches = reorders, watches
         self._agreement = PassAgreement(call.ranks, asks_always=watches)
+        self._autocast = autocast_dtype(call.model.device)  # that of the first pass
         self._checked = False
         self._state: Hashable = None  # of the model at the first pass, for a loop of the user's
         self._watch: ModelWatch | None = None
@@ -108,8 +110,10 @@ class CapturedPasses:
         """Why a pass cannot be captured, or None if no reason is known."""
         if self._captures.owner != threading.get_ident():
             return "it runs in another thread than generate"
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(self._model.device.type):
-            return "gradients or torch.autocast are enabled in the loop"
+        if torch.is_grad_enabled():
+            return "gradients are enabled in the loop"
+        if autocast_dtype(self._model.device) != self._autocast:
+            return "it runs under another torch.autocast than the first pass"
         return (
             self._tokens_refusal(cache, arguments)
             or self._output_refusal(arguments)
@@ -230,7 +234,7 @@ class CapturedPasses:
         queries = next(number for number in _QUERIES if number >= tokens)
         given = tuple(sorted((name, value) for name, value in extra.items() if not is_nothing(value)))
         fused = fused_rows(call.options.fuse_projections)
-        options = CaptureOptions(fused, given, queries, planes, self._reorders)
+        options = CaptureOptions(fused, given, queries, planes, self._reorders, autocast=self._autocast)
         if (reason := self._failures.get(options)) is not None:
             return None, agreement.refuse(reason)
         grows = self._must_grow(cache, queries)

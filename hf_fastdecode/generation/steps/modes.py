@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 
 from ...attention.forest import Path
 from ...attention.launch import plan as own_nodes
+from ...attention.overrides import autocast_dtype
 from ...cache.shared import SharedContextCache
 from ...log import logger
 from ...parallel.ranks import ALONE, Ranks
+from ..autocast import computes_in
 from ..call_context import CallContext
 from ..forward_pass import forward_pass
 from ..routing.choices import Recorder
@@ -129,7 +131,8 @@ class CapturedSteps:
         self.cache, self._recorder = cache, recorder
         self._model, self._structure, self._captures, self._remake = model, structure, captures, remake
         given = tuple(sorted(arguments.items()))
-        self._options = CaptureOptions(fused_rows, given, records=recorder is not None)
+        autocast = autocast_dtype(model.device)
+        self._options = CaptureOptions(fused_rows, given, records=recorder is not None, autocast=autocast)
         self._oversized = False
         self._instead: Steps | None = None  # where a capture in mid-call failed
         with structure.ranks.together():
@@ -407,7 +410,7 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
     if options.mode == "eager":
         return "eager", "mode='eager' was requested"
     reason = structure.kept(
-        ("capture", options.backend),
+        ("capture", options.backend, autocast_dtype(model.device)),
         lambda: capture_reason(model, structure.layout, structure.walk, options.backend),
     ) or reason_of_call(model, step_arguments(call.arguments))
     if reason is not None and (forced := options.needs_capture):
@@ -418,7 +421,7 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
             f"{type(model).__name__} has no projections of one input side by side that are plain linear layers",
         )
     if options.mode != "auto":
-        return options.mode, f"mode={options.mode!r} was requested"
+        return options.mode, f"mode={options.mode!r} was requested{_casts(model)}"
     forced = options.needs_capture
     if reason is None and forced is None:
         reason = captures.failure(model.device)
@@ -426,4 +429,10 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         return "eager", reason
     if steps < pays and forced is None:
         return "eager", f"{steps} steps {which} do not pay for a capture"
-    return "graph", f"{steps} steps {which} pay for a capture"
+    return "graph", f"{steps} steps {which} pay for a capture{_casts(model)}"
+
+
+def _casts(model: PreTrainedModel) -> str:
+    """What a captured step does beside reading weights, for the reason of its mode."""
+    stored, computed = (str(dtype).removeprefix("torch.") for dtype in (model.dtype, computes_in(model)))
+    return "" if stored == computed else f"; each step casts {stored} weights to {computed}"

@@ -22,6 +22,7 @@ from ...attention.forest import Forest
 from ...attention.kv import Scoring, SuffixLengths, unwritten_partial
 from ...attention.launch.plan import HeadShape, choose_own_nodes
 from ...attention.launch.step_tables import RestTables, StepTables
+from ...attention.overrides import autocast_dtype
 from ...cache.captured_prefill import context_forest, takes_captured_passes, takes_captured_rows
 from ...cache.handles import ExpandedOfStep
 from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
@@ -29,6 +30,7 @@ from ...cache.shared import SharedContextCache
 from ...cache.stores import Kind, Store
 from ...errors import PassFailedError, Unsupported, ran_out_of_memory
 from ...kernels.ahead import compile_in_background
+from ..autocast import computes_in
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
 from ..fused.trial import names_in
@@ -64,7 +66,8 @@ class PrefillPasses:
         ``[len(wanted), vocabulary]``; None if the pass is to run eagerly, to which nothing has been done then.
         """
         call, items = self._call, cache.state.current.items
-        shape = PrefillShape.of(items, len(tokens), len(wanted), cache.position_planes, self._fused_rows)
+        planes, autocast = cache.position_planes, autocast_dtype(call.model.device)
+        shape = PrefillShape.of(items, len(tokens), len(wanted), planes, self._fused_rows, autocast)
         if shape is None or _kind(shape) in call.state.captures.failures:
             return None
         layout = call.structure.layout
@@ -73,7 +76,7 @@ class PrefillPasses:
             return None
         cache.meet(layout)
         longest = cache.longest_row(len(tokens))
-        if not takes_captured_passes(cache, items, call.model.dtype, call.model.device, longest):
+        if not takes_captured_passes(cache, items, computes_in(call.model), call.model.device, longest):
             return None
         self._refresh()
         forest = context_forest(items, shape.tokens) if shape.contexts else None
@@ -123,7 +126,8 @@ class RowPasses:
             return None
         self._refresh()
         rows, width = ids.shape
-        shape, longest = RowShape(rows, width, hidden.shape[1]), cache.longest_row(width)
+        shape = RowShape(rows, width, hidden.shape[1], autocast_dtype(hidden.device))
+        longest = cache.longest_row(width)
         make = partial(CapturedRows, call.model, shape, cache, longest, call.structure)
         captured = _find(call, call.state.captures.by_rows, shape, None, longest, make, _BY_ROWS)
         if captured is None:
@@ -180,7 +184,8 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
     if call.mode == "eager" or call.state.captures.made or (head := call.model.get_output_embeddings()) is None:
         return
     in_fp32 = "float" in names_in(type(call.model))  # logits, as of Mamba's code; other ones compile later
-    dtype, device = torch.float32 if in_fp32 else call.model.dtype, call.model.device
+    device = call.model.device
+    dtype = torch.float32 if in_fp32 else autocast_dtype(device) or call.model.dtype
 
     def launch() -> None:  # where weights are quantized it may find none
         logits = torch.empty(1, head.weight.shape[0], dtype=dtype, device=device)
@@ -192,10 +197,10 @@ def begin_compiling_sampler(call: CallContext, processors: LogitsProcessorList, 
 def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     """Begin to compile the decode kernels for steps over a forest, once for so many rows."""
     at_once, begun = min(forest.rows, call.options.max_rows or forest.rows), call.state.captures.compiling
-    if call.mode == "eager" or bucket(at_once) in begun:
+    model, layout, dtype = call.model, call.structure.layout, computes_in(call.model)
+    if call.mode == "eager" or (bucket(at_once), dtype) in begun:
         return
-    begun.add(bucket(at_once))
-    model, layout = call.model, call.structure.layout
+    begun.add((bucket(at_once), dtype))
     steps = int(call.config.max_length) - max(forest.context_lengths, default=0)
     made_of = next(iter(layout.expanding.values()), None)
 
@@ -205,10 +210,10 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
             split = ExpandedNodes(runs_of(node.span for node in wanted), {}, 1).split(attended)
             attended, merged = split.as_stored, True
             store = next(iter(layout.distinct))
-            _attend_expanded(store, Widths.of(made_of), split.expanded, model.dtype, model.device)
+            _attend_expanded(store, Widths.of(made_of), split.expanded, dtype, model.device)
         for store in layout.distinct:
             if store.kv_heads and (store.head_dim == store.value_dim or store.kind is Kind.LATENT):
-                _attend(store, attended, model.dtype, model.device, merged=merged)
+                _attend(store, attended, dtype, model.device, merged=merged)
 
     compile_in_background(launch, model.device)
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..device import compute_capability, power_of_two, triton_is_installed
@@ -141,8 +140,6 @@ def _refusal_of_layout(
 def _refusal_here(inputs: Tensor, weights: Sequence[Tensor], rows: int) -> str | None:
     """Why the kernel does not run on this device, in this dtype, or would gain nothing; None when it does."""
     device = inputs.device
-    if torch.is_autocast_enabled(device.type):
-        return "autocast chooses another dtype"
     if not triton_is_installed() or inputs.dtype not in HALF_PRECISION or device.type != "cuda":
         return "it runs on CUDA devices in half precision"
     if compute_capability(device)[0] != 9:

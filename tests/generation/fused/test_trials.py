@@ -59,6 +59,33 @@ def test_dtype_of_the_weight() -> None:
         assert model.model.norm(x).dtype == torch.float32
 
 
+class WidenedNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def test_what_autocast_casts() -> None:
+    """Norms by PyTorch's function come to be in fp32, and routers in fp32 in half precision: both keep their code."""
+    model = half()
+    model.model.norm.__class__ = WidenedNorm
+    fused = FusedModules(model)
+    casts = {module for module, one in zip(fused.modules, fused.found, strict=True) if one.casts}
+    assert casts == {model.model.norm}
+    assert len(fused.modules) > 4
+    routers = {
+        name: [one.casts for one in FusedModules(half(name)).found if one.kind.what == "routers"]
+        for name in ("mimo_v2_flash", "qwen2_moe")
+    }
+    assert routers == {"mimo_v2_flash": [True], "qwen2_moe": [False, False]}
+    x = torch.ones(2, 64, dtype=torch.float16, device=DEVICE)
+    weight = model.model.norm.weight
+    with torch.no_grad(), fused.installed(), torch.autocast(DEVICE, torch.float16):
+        expected = torch.nn.functional.rms_norm(x, weight.shape, weight, model.model.norm.variance_epsilon)
+        found = model.model.norm(x)
+    assert found.dtype == expected.dtype  # fp32 on a GPU
+    assert torch.equal(found, expected)
+
+
 class ByTensor(LlamaMLP):
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * self.factor.to(x))

@@ -8,7 +8,7 @@ from hf_fastdecode._compat import CACHE
 
 from ...tiny_models import tiny_model
 from ..calls import PROMPT
-from .passes import DICT, PROMPTS, WINDOWED, both, check, enabled, reorder, require_captured, small
+from .passes import DICT, PROMPTS, WINDOWED, both, check, enabled, logits_of, reorder, require_captured, small
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -44,6 +44,21 @@ def test_tokens_are_those_of_stock(name, call):
         for own, theirs in zip(captured.hidden_states[1:], stock.hidden_states[1:], strict=True):
             torch.testing.assert_close(own, theirs, atol=2e-4, rtol=2e-4)
         torch.testing.assert_close(captured.logits, stock.logits, atol=2e-4, rtol=2e-4)
+
+
+def test_a_loop_under_autocast():
+    """Of fp16, as interpreted kernels round bf16 otherwise."""
+    model, actions = small(), [1, 3, 1]
+    exact, _ = logits_of(model, actions, mode="eager")
+    with torch.autocast("cpu", torch.float16):
+        eager, _ = logits_of(model, actions, mode="eager")
+        captured, report = logits_of(model, actions)
+    require_captured(report, 2)
+    ours, theirs = (
+        max(float((one - other).abs().max()) for one, other in zip(found, exact, strict=True))
+        for found in (captured, eager)
+    )
+    assert 0 < ours <= 2 * theirs
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,17 @@ def test_gradients_and_other_threads():
     torch.testing.assert_close(seen[3], seen[2].detach())
 
 
+def test_a_pass_under_another_autocast():
+    """It computes in another dtype than the cache holds, as its eager pass finds."""
+
+    def under_autocast(model, cache):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"another torch\.autocast"):
+            model(torch.full((2, 1), 5), **{CACHE: cache})
+
+    report = check(small(), [1, under_autocast])
+    assert "1 of 2 passes ran eagerly: it runs under another torch.autocast" in report.mode_reason
+
+
 def test_a_loop_that_goes_on_after_generate(caplog):
     """As a generator does: the captures are no longer held."""
 
