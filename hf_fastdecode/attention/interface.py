@@ -246,7 +246,6 @@ def _show(module: nn.Module, key: CrossKV, mask: Any, sinks: Tensor | None) -> N
 
 
 def _check_arguments(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raise Unsupported for further arguments that may have an effect."""
     for name, given in arguments.items():
         if given is not None and given is not False and name not in _WITHOUT_EFFECT:
             raise Unsupported(

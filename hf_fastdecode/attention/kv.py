@@ -101,7 +101,6 @@ class Segment(NamedTuple):
     values: Tensor
 
     def view(self, span: Span) -> Segment:
-        """A view of the span's tokens."""
         if span.start == 0 and span.stop == self.keys.shape[1]:
             return self
         return Segment(self.keys[:, span.start : span.stop], self.values[:, span.start : span.stop])
@@ -124,7 +123,6 @@ class SuffixLengths:
 
     @classmethod
     def of(cls, length: int) -> SuffixLengths:
-        """All suffixes of one length."""
         return cls(length, None, length)
 
     @classmethod
@@ -172,13 +170,11 @@ class ForestKV:
 
     @property
     def suffix_bounds(self) -> tuple[int, int]:
-        """The shortest and the longest suffix, in tokens."""
         if isinstance(self.suffix_lengths, int):
             return self.suffix_lengths, self.suffix_lengths
         return min(self.suffix_lengths, default=0), max(self.suffix_lengths, default=0)
 
     def lengths(self) -> list[int]:
-        """Tokens in each row's suffix."""
         if isinstance(self.suffix_lengths, int):
             return [self.suffix_lengths] * self.forest.rows
         return list(self.suffix_lengths)
@@ -282,7 +278,6 @@ class CausalMask(_NotATensor):
     ndim = 0
 
     def to(self, *args: Any, **kwargs: Any) -> CausalMask:
-        """Itself."""
         return self
 
 

@@ -73,6 +73,15 @@ def refusal_of_operands(x: Tensor, *parameters: Tensor, of_other_dtypes: Sequenc
     return None
 
 
+def refusal_in_half(x: Tensor, kernel: Kernel) -> str | None:
+    """Why a kernel does not run in the dtype of `x` or on its device, or failed there; None when it runs."""
+    if x.dtype not in HALF_PRECISION and not interpreted():
+        return f"it takes fp16 and bf16, got {x.dtype}"
+    if not interpreted() and (x.device.type != "cuda" or compute_capability(x.device) < (8, 0)):
+        return "it runs on CUDA devices of compute capability 8.0"
+    return failure(kernel, x.device)
+
+
 def refusal_of_weights(weights: Sequence[Tensor]) -> str | None:
     """Why kernels do not read weights that lie like these, which must be contiguous and aligned; None when they do."""
     if any(not part.is_contiguous() or part.data_ptr() % 16 for part in weights):

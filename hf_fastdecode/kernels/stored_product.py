@@ -35,8 +35,6 @@ class Term(NamedTuple):
 
 
 class ProductConfig(NamedTuple):
-    """Launch parameters."""
-
     columns: int  # columns per program
     width: int  # elements of each row per iteration
     stages: int = 4  # iterations whose loads are in flight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -191,28 +190,6 @@ def test_windowed_prefill_keeps_the_error_rule(
     out = attend_run(query, keys, values, 0.2, earlier, **scoring)
     assert out.dtype == dtype
     assert_error_rule(out, yardstick, oracle, lse)
-
-
-@PROPERTY
-@given(data=st.data())
-def test_prefill_in_pieces_equals_prefill_at_once(device: str, data: st.DataObject) -> None:
-    total, kv_heads = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 2))
-    heads = kv_heads * data.draw(st.integers(1, 3))
-    scoring = {"softcap": data.draw(st.none() | st.just(1.5)), "window": data.draw(st.none() | st.integers(1, 14))}
-    scoring["sinks"] = some_sinks(heads, device) if data.draw(st.booleans()) else None
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
-    query, keys, values = (
-        torch.randn(count, total, 8, generator=generator, dtype=torch.float64).to(device)
-        for count in (heads, kv_heads, kv_heads)
-    )
-    cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=3))})
-    pieces = [(keys[:, a:b], values[:, a:b]) for a, b in pairwise(cuts)]
-    outs = [
-        attend_run(query[:, a : a + own.shape[1]], own, own_values, 0.5, pieces[:index], **scoring)
-        for index, (a, (own, own_values)) in enumerate(zip(cuts, pieces, strict=False))
-    ]
-    expected, _ = prefill_oracle(query, keys, values, 0.5, [], **scoring)
-    torch.testing.assert_close(torch.cat(outs, 1), expected, **FP64)
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["nocap", "softcap3"])

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -29,7 +27,6 @@ from .forests import (
     fp64_inputs,
     make_inputs,
     own_keys_and_values,
-    poisoned,
 )
 
 
@@ -47,51 +44,12 @@ def test_shared_equals_physically_duplicated(device: str, data: st.DataObject) -
     assert_partials_close(forest_attention(query, kv), forest_attention(query, duplicated))
 
 
-@PROPERTY
-@given(data=st.data())
-def test_nothing_shared_equals_one_long_suffix_per_row(device: str, data: st.DataObject) -> None:
-    query, kv = data.draw(fp64_inputs(device))
-    rows = [own_keys_and_values(kv, row) for row in range(query.shape[0])]
-    lengths = [keys.shape[1] for keys, _ in rows]
-    keys, values = (
-        torch.stack([F.pad(row[which], (0, 0, 0, max(lengths) - row[which].shape[1])) for row in rows])
-        for which in (0, 1)
-    )
-    unused = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None, None]
-    alone = ForestKV(Forest(len(rows)), [], poisoned(Segment(keys, values), unused), lengths)
-    assert_partials_close(forest_attention(query, kv), forest_attention(query, alone))
-
-
-@PROPERTY
-@given(data=st.data())
-def test_selecting_rows_of_the_forest_selects_rows_of_the_output(device: str, data: st.DataObject) -> None:
-    query, kv = data.draw(fp64_inputs(device))
-    rows = data.draw(st.lists(st.integers(0, query.shape[0] - 1), min_size=1, max_size=9))
-    selected = ForestKV(
-        kv.forest.select_rows(rows),
-        kv.segments,
-        Segment(kv.suffix.keys[rows], kv.suffix.values[rows]),
-        [kv.lengths()[row] for row in rows],
-    )
-    out, lse = forest_attention(query, kv)
-    assert_partials_close(forest_attention(query[rows], selected), (out[rows], lse[rows]))
-
-
 def test_segments_may_be_numbered_at_will(device: str) -> None:
     size = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": device}
     query, kv = make_inputs(Forest(2, [Node(Span(0, 3, 9), 0, 2), Node(Span(1, 3, 4), 1, 1, 1)]), 5, **size)
     forest = Forest(2, [Node(Span(7, 3, 9), 0, 2), Node(Span(3, 3, 4), 1, 1, 1)])
     numbered = ForestKV(forest, {7: kv.segments[0], 3: kv.segments[1]}, kv.suffix, kv.suffix_lengths)
     assert_partials_close(forest_attention(query, numbered), forest_attention(query, kv))
-
-
-def test_a_run_may_be_cut_into_a_chain_of_nodes(device: str) -> None:
-    size = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64, "device": device}
-    query, kv = make_inputs(Forest(3, [Node(Span(0, 0, 60), 0, 3)]), [5, 2, 9], **size)
-    cuts = [0, 1, 30, 59, 60]
-    chain = [Node(Span(0, a, b - a), 0, 3, depth) for depth, (a, b) in enumerate(pairwise(cuts))]
-    cut = ForestKV(Forest(3, chain), kv.segments, kv.suffix, kv.suffix_lengths)
-    assert_partials_close(forest_attention(query, cut), forest_attention(query, kv))
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_fastdecode.attention import reference
+from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
 from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
 from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
-from hf_fastdecode.kernels.forest_decode.schedule import Capacity, make_schedule
+from hf_fastdecode.kernels.forest_decode.schedule import Capacity, Schedule, make_schedule
 from hf_fastdecode.parallel.shards import Shard, stored_forest
 
 from ..attention.forests import assert_error_rule, own_keys_and_values, pytorch_attention, pytorch_lse
@@ -53,6 +54,33 @@ def assert_as_exact(found: Tensor, stock: Tensor, exact: Tensor) -> None:
 def small_config(**changes: Any) -> Config:
     """Launch parameters for nodes and suffixes of few tokens; the kernels start early where they are compiled."""
     return Config(16, block_n=16, overlap=DEVICE == "cuda", suffix=SuffixConfig(merge=2), **changes)
+
+
+def schedule_of(
+    forest: Forest,
+    kv_heads: int,
+    queries: int,
+    config: Config,
+    device: torch.device,
+    *,
+    fewer_programs: bool = False,
+    capacity: Capacity | None = None,
+) -> Schedule:
+    """The schedule of a forest for so many packed queries of a row and KV head, see `decode`."""
+    grid = config.per_sm * multiprocessors(device)
+    return make_schedule(
+        node_shapes(forest, queries, config),
+        forest.rows,
+        kv_heads=kv_heads,
+        queries=queries,
+        block_m=config.block_m,
+        block_n=config.block_n,
+        programs=max(1, grid * 2 // 3) if config.overlap_suffix and fewer_programs else grid,
+        device=device,
+        capacity=capacity,
+        grid=grid,
+        chain=config.chain,
+    )
 
 
 def decode(
@@ -113,20 +141,8 @@ def decode(
         biased=biases is not None,
         latents=widths[0] != head_dim,
     )
-    grid = config.per_sm * multiprocessors(query.device)
-    schedule = make_schedule(
-        node_shapes(kv.forest, queries_per_kv_head, config),
-        rows,
-        kv_heads=kv_heads,
-        queries=queries_per_kv_head,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=max(1, grid * 2 // 3) if config.overlap_suffix and fewer_programs else grid,
-        device=query.device,
-        capacity=capacity,
-        grid=grid,
-        chain=config.chain,
-    )
+    sizes = (kv_heads, queries_per_kv_head, config, query.device)
+    schedule = schedule_of(kv.forest, *sizes, fewer_programs=fewer_programs, capacity=capacity)
     out, lse = forest_decode(
         query,
         *new,
@@ -175,16 +191,7 @@ def decode_divided(
             full[row, :, : len(own)] = part[row, :, own]
     at = before[:, None] + torch.arange(queries, device=query.device)
     new = [part.gather(2, at[:, None, :, None].expand(-1, kv_heads, -1, head_dim).long()) for part in kv.suffix]
-    schedule = make_schedule(
-        node_shapes(forest, heads // kv_heads * queries, config),
-        rows,
-        kv_heads=kv_heads,
-        queries=heads // kv_heads * queries,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=config.per_sm * multiprocessors(query.device),
-        device=query.device,
-    )
+    schedule = schedule_of(forest, kv_heads, heads // kv_heads * queries, config, query.device)
     buffer = torch.full((query.numel() // head_dim * (head_dim + 1),), torch.nan, device=query.device)
     into = buffer[: query.numel()].view(query.shape), buffer[query.numel() :].view(query.shape[:-1])
     forest_decode(

@@ -19,15 +19,14 @@ from hf_fastdecode.parallel.shards import Shard
 from ..attention.forests import assert_error_rule, make_inputs, pytorch_attention, random_forest
 
 pytest.importorskip("triton")
-from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
+from hf_fastdecode.kernels.device import compute_capability, shared_memory
 from hf_fastdecode.kernels.forest_decode import api as nodes
 from hf_fastdecode.kernels.forest_decode import config as config_of_steps
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_partial
 from hf_fastdecode.kernels.forest_decode.limits import refusal
 from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
-from hf_fastdecode.kernels.forest_decode.schedule import NodeShape, Schedule, make_schedule
 
-from .operator_runs import check, check_result, decode, decode_divided, small_config
+from .operator_runs import check, check_result, decode, decode_divided, schedule_of, small_config
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -35,24 +34,11 @@ ROWS, LONGEST, HEAD_DIM = (7, 60, 16) if INTERPRETED else (70, 900, 128)
 CONFIG = Config(16, block_n=16 if INTERPRETED else 64, overlap=False, suffix=SuffixConfig(merge=2))
 
 
-def schedule_of(forest: Forest, kv_heads: int, queries: int, config: Config) -> Schedule:
-    return make_schedule(
-        [NodeShape(node.depth, node.row_start, node.row_count, node.span.length) for node in forest.nodes],
-        forest.rows,
-        kv_heads=kv_heads,
-        queries=queries,
-        block_m=config.block_m,
-        block_n=config.block_n,
-        programs=multiprocessors(DEVICE),
-        device=DEVICE,
-    )
-
-
 def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softcap: float | None = None) -> Partial:
     """The operator over a forest's nodes."""
     rows, heads, queries, _ = query.shape
     kv_heads = kv.suffix.keys.shape[1]
-    schedule = schedule_of(kv.forest, kv_heads, heads // kv_heads * queries, CONFIG)
+    schedule = schedule_of(kv.forest, kv_heads, heads // kv_heads * queries, CONFIG, DEVICE)
     addresses = node_addresses(kv.forest, kv.segments).to(DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
     scale = query.shape[-1] ** -0.5
@@ -140,7 +126,7 @@ def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
     tables = (
         torch.cat([node_addresses(forest, of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
         torch.arange(ROWS, dtype=torch.int32, device=DEVICE),
-        schedule_of(forest, heads, queries, config),
+        schedule_of(forest, heads, queries, config, DEVICE),
         config,
     )
     options = {"kv_heads": heads, "scale": query.shape[-1] ** -0.5, "rest": rest}

@@ -83,14 +83,15 @@ def test_arguments_out_of_bounds_are_refused() -> None:
     query, keys, intervals = random(4, 5, 16, seed=0), random(2, 5, 16, seed=0), torch.zeros(3, 5, dtype=torch.int32)
     for match, changes in (
         ("multiple of the KV heads", {"query": query[:3]}),
-        ("one head_dim", {"values": keys[..., :8]}),
-        ("fp16, bf16 or fp32", {"keys": keys.double()}),
+        ("values must be", {"values": keys[..., :8]}),
+        ("fp16, bf16 or fp32", {"query": query.double()}),
+        ("keys must be", {"keys": keys.double()}),
         ("intervals must be", {"intervals": intervals.long()}),
         ("scale must be above 0", {"scale": 0.0}),
         ("sinks must be", {"sinks": torch.zeros(2)}),
-        ("a partial of queries", {"earlier": (query, query)}),
+        (r"earlier\[1\] must be", {"earlier": (query, query)}),
         ("lse must be", {"lse": torch.zeros(4, 6)}),
-        ("contiguous, got strides", {"query": random(4, 16, 5, seed=0).mT}),
+        ("contiguous in the last dimension", {"query": random(4, 16, 5, seed=0).mT}),
     ):
         given: dict[str, Any] = {"query": query, "keys": keys, "values": keys, "intervals": intervals, "scale": 1.0}
         with pytest.raises(ValueError, match=match):

@@ -127,7 +127,6 @@ class StepTables:
         self._versions: dict[int, object] = {}  # of the storage whose addresses are written, by layer
 
     def fits(self, forest: Forest) -> bool:
-        """Whether a batch over this forest fits the tables."""
         if self._described is not None and forest is self._described.forest:
             return True
         largest = self._largest(forest)
@@ -400,7 +399,6 @@ class TablesByShape:
         }
 
     def of(self, layer: int) -> StepTables:
-        """The tables that a layer reads."""
         return self._tables[self.layers[layer]]
 
     @property
@@ -409,11 +407,9 @@ class TablesByShape:
         return any(alike.own_nodes.dominate for alike in self._tables)
 
     def fits(self, forest: Forest) -> bool:
-        """Whether a batch over this forest fits the tables."""
         return all(tables.fits(forest) for tables in self._tables.values())
 
     def follow(self, forest: Forest, suffixes: SuffixLengths, stored: Mapping[int, StoredKV]) -> None:
-        """Describe a batch's next step, see `StepTables.follow`."""
         for alike, tables in self._tables.items():
             own = {index: one for index, one in stored.items() if self.layers[index] == alike}
             tables.follow(forest, suffixes, own)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..device import compute_capability, interpreted, power_of_two
 from ..failures import Kernel, failure
-from ..limits import HALF_PRECISION, refusal_of_operands, refusal_of_weights
+from ..limits import refusal_in_half, refusal_of_operands, refusal_of_weights
 from ..pointwise.api import Activation
 
 
@@ -151,7 +151,7 @@ def refusal(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor) -> str 
     if not 1 <= pairs <= most or weights.experts > MOST_EXPERTS:
         return f"it takes up to {most} pairs and {MOST_EXPERTS} experts, got {pairs} and {weights.experts}"
     reason = _refusal_of_pairs(x, chosen, shares) or _refusal_of_shapes(x, weights)
-    return reason or _refusal_of_tensors(x, weights, chosen, shares) or _refusal_here(x)
+    return reason or _refusal_of_tensors(x, weights, chosen, shares) or refusal_in_half(x, Kernel.EXPERTS)
 
 
 def shared_refusal(x: Tensor, weights: Weights, shared: Shared) -> str | None:
@@ -211,15 +211,6 @@ def _refusal_of_tensors(x: Tensor, weights: Weights, chosen: Tensor, shares: Ten
     return refusal_of_operands(x, *parts, of_other_dtypes=(chosen, shares)) or refusal_of_weights(parts)
 
 
-def _refusal_here(x: Tensor) -> str | None:
-    """Why the kernels do not run in this dtype, or on this device; None when they do."""
-    if x.dtype not in HALF_PRECISION and not interpreted():
-        return f"it takes fp16 and bf16, got {x.dtype}"
-    if not interpreted() and (x.device.type != "cuda" or compute_capability(x.device) < (8, 0)):
-        return "it runs on CUDA devices of compute capability 8.0"
-    return failure(Kernel.EXPERTS, x.device)
-
-
 def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing) -> str | None:
     """Why `route` does not serve these tensors; None when it does. Arguments as for `route`."""
     parts = [weight] if bias is None else [weight, bias]
@@ -235,7 +226,7 @@ def routing_refusal(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Rou
         return f"it takes weights [experts, hidden] of up to {MOST_ROUTES} experts, and biases [experts]"
     if any(not part.is_contiguous() for part in parts) or weight.data_ptr() % 16:
         return "it takes contiguous weights that begin at multiples of 16 bytes"
-    return _refusal_of_choice(count, bias, routing) or _refusal_here(x)
+    return _refusal_of_choice(count, bias, routing) or refusal_in_half(x, Kernel.EXPERTS)
 
 
 def _refusal_of_choice(count: int, bias: Tensor | None, routing: Routing) -> str | None:

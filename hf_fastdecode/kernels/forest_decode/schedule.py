@@ -243,7 +243,6 @@ def _divide(
 
 
 def depths_of(nodes: Sequence[NodeShape]) -> int:
-    """Number of depths."""
     return max((node.depth for node in nodes), default=-1) + 1
 
 

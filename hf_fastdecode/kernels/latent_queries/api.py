@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..ahead import launch_named
-from ..device import compute_capability, interpreted, overlap_options, power_of_two
-from ..failures import Kernel, failure
-from ..limits import HALF_PRECISION, refusal_of_operands, refusal_of_weights, refused
+from ..device import overlap_options, power_of_two
+from ..failures import Kernel
+from ..limits import refusal_in_half, refusal_of_operands, refusal_of_weights, refused
 from ..pointwise.api import RotaryForm
 
 
@@ -116,8 +116,4 @@ def refusal(query: Tensor, compressed: Tensor, factor: Tensor, weight: Tensor) -
         return reason
     if not 1 <= len(query) <= MOST_ROWS or max(query.shape[-1], weight.shape[1]) > MOST_WIDTH:
         return f"it takes up to {MOST_ROWS} rows, and latents and heads of up to {MOST_WIDTH} elements"
-    if query.dtype not in HALF_PRECISION and not interpreted():
-        return f"it takes fp16 and bf16, got {query.dtype}"
-    if not interpreted() and (query.device.type != "cuda" or compute_capability(query.device) < (8, 0)):
-        return "it runs on CUDA devices of compute capability 8.0"
-    return failure(Kernel.LATENTS, query.device)
+    return refusal_in_half(query, Kernel.LATENTS)

@@ -41,8 +41,6 @@ def refusal(query: Tensor, keys: Tensor, values: Tensor, stored: Sequence[Tensor
 
 @dataclass(frozen=True)
 class Config:
-    """Launch parameters."""
-
     block_m: int  # packed queries per tile
     block_n: int  # keys per tile
     warps: int  # warps per program
@@ -191,19 +189,17 @@ def _check(
     query: Tensor, keys: Tensor, values: Tensor, intervals: Tensor, earlier: tuple[Tensor, Tensor] | None
 ) -> None:
     heads, _, head_dim = query.shape
-    kv_heads = keys.shape[0]
+    kv_heads, length = keys.shape[:2]
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a multiple of the KV heads, got {heads} and {kv_heads}")
-    if keys.shape != values.shape or keys.shape[2] != head_dim or head_dim > MAX_HEAD_DIM:
-        shapes = f"{tuple(query.shape)}, {tuple(keys.shape)} and {tuple(values.shape)}"
-        raise ValueError(f"query, keys and values need one head_dim of up to {MAX_HEAD_DIM}, got shapes {shapes}")
-    if not query.dtype == keys.dtype == values.dtype or query.dtype not in FLOATS:
-        raise ValueError(f"query, keys and values must be fp16, bf16 or fp32, got {query.dtype} and {keys.dtype}")
-    inner = query.stride(-1), keys.stride(-1), values.stride(-1), 1 if earlier is None else earlier[0].stride(-1)
-    if inner != (1, 1, 1, 1):
-        raise ValueError(f"the last dimensions must be contiguous, got strides {inner}")
+    if query.dtype not in FLOATS or head_dim > MAX_HEAD_DIM:
+        takes = f"query must be fp16, bf16 or fp32, with head_dim up to {MAX_HEAD_DIM}"
+        raise ValueError(f"{takes}, got {query.dtype} and {head_dim}")
+    check_rows("query", query, query.shape, query.dtype)
+    for name, part in (("keys", keys), ("values", values)):
+        check_rows(name, part, (kv_heads, length, head_dim), query.dtype)
     check_table("intervals", intervals, (5 if len(intervals) == 5 else 3, *intervals.shape[1:2]), torch.int32)
     if earlier is not None:
-        found, dtypes = [tuple(part.shape) for part in earlier], {part.dtype for part in earlier}
-        if found != [tuple(query.shape), tuple(query.shape[:2])] or dtypes != {torch.float32}:
-            raise ValueError(f"a partial of queries {tuple(query.shape)} must be fp32, got {found} of {dtypes}")
+        check_rows("earlier[0]", earlier[0], query.shape, torch.float32)
+        if earlier[1].shape != query.shape[:2] or earlier[1].dtype != torch.float32:
+            raise ValueError(f"earlier[1] must be {[*query.shape[:2]]} float32, got {[*earlier[1].shape]}")

@@ -285,7 +285,6 @@ def _in_two_launches(given: Arguments, config: TwoLaunchConfig) -> _Launched:
             BLOCK_T=config.block_t,
             BLOCK_ROWS=power_of_two(rows),
             PARTS=1 if keys.dtype == torch.float32 else config.parts,
-            APART=config.apart,
             WIDE=keys.dtype == torch.bfloat16 and interpreted(),  # whose products of bf16 are wrong
             SHIFT=14 if keys.dtype in (torch.float16, *EIGHT_BITS) else 0,
             PHASE=phase.value,

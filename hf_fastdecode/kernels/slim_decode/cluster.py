@@ -55,7 +55,6 @@ class ClusterShape:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory per block."""
         config = self.config
         heads, padded = self.heads // config.members, self.padded_heads
         weights = 2 * config.lead * (padded * config.tile * 2 + padded * 8 + 8)  # buffers with factors and a barrier
@@ -195,8 +194,6 @@ def cuda_bindings_are_installed() -> bool:
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A loaded kernel."""
-
     function: Any  # the driver's handle
     threads: int  # threads per block
     shared_bytes: int  # dynamic shared memory per block

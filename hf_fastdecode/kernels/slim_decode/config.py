@@ -27,14 +27,13 @@ class TwoLaunchConfig:
     # Parts in which weights are multiplied, 1 or 2. Two parts of fp16 are as precise as fp32. A weight's error is that
     # of its token's value too, as with keys and values, so that one part errs as fused attention does.
     parts: int = 2
-    apart: bool = True  # add the product of each tile in fp32 outside the matrix unit, whose accumulators truncate
     programs: int | None = None  # programs at most; one per multiprocessor when None
 
 
 def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
     """A configuration as `parse_config` reads it."""
     values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return ",".join(f"{name}={int(value)}" for name, value in values.items() if value is not None)
+    return ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
 def parse_config(text: str, base: Config) -> Config:
@@ -43,13 +42,13 @@ def parse_config(text: str, base: Config) -> Config:
     Raises:
         ValueError: A field is unknown, or its value is not a whole number.
     """
-    changes: dict[str, int | bool] = {}
+    changes: dict[str, int] = {}
     names = [field.name for field in fields(base)]
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         if name not in names or not value.isdecimal():
             raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
-        changes[name] = bool(int(value)) if name == "apart" else int(value)
+        changes[name] = int(value)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 

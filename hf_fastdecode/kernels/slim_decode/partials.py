@@ -120,7 +120,6 @@ def slim_partials(
     BLOCK_T: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    APART: tl.constexpr,
     WIDE: tl.constexpr,
     SHIFT: tl.constexpr,  # weights are scaled by 2 ** SHIFT, away from fp16's subnormals
     PHASE: tl.constexpr,
@@ -252,8 +251,8 @@ def slim_partials(
                         acc_low = add_scaled_tile(acc_low, rescale, weights, columns_low, unit, PARTS)
                         acc_high = add_scaled_tile(acc_high, rescale, weights, columns_high, unit, PARTS)
                     else:
-                        acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, APART, WIDE)
-                        acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, APART, WIDE)
+                        acc_low = add_tile(acc_low, rescale, weights, columns_low, PARTS, WIDE)
+                        acc_high = add_tile(acc_high, rescale, weights, columns_high, PARTS, WIDE)
                     if RANK:
                         at = row_coordinates_at + token.to(tl.int64)[:, None] * (coordinate_stride * COORDINATE_UNIT)
                         valid_keys = here[:, None] & (coordinate < RANK)[None, :]
@@ -268,7 +267,7 @@ def slim_partials(
                             tile_r = scale_blocks(tile_r, scales * inverse, BLOCK_T, BLOCKS, SHARED_SCALE)
                             acc_r = add_scaled_tile(acc_r, rescale, weights, tile_r, unit, PARTS)
                         else:
-                            acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, APART, WIDE)
+                            acc_r = add_tile(acc_r, rescale, weights, tile_r, PARTS, WIDE)
 
             if PHASE == AVERAGES:
                 piece = tl.cast(group + row, tl.int64)
@@ -334,26 +333,21 @@ def scale_blocks(values, scales, T: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def add_tile(acc, rescale, weights, tile, PARTS: tl.constexpr, APART: tl.constexpr, WIDE: tl.constexpr):
+def add_tile(acc, rescale, weights, tile, PARTS: tl.constexpr, WIDE: tl.constexpr):
     """``acc * rescale + weights @ tile``; weights ``[H, T]`` fp32 are multiplied in PARTS parts of the tile's dtype.
 
-    APART adds the product of a tile outside the matrix unit, whose accumulators truncate: errors of a column are
+    The product of a tile is added outside the matrix unit, whose accumulators truncate: errors of a column are
     magnified by the matrix from keys to values, unlike errors of a weight, which all columns share.
     """
     element = tile.dtype
     wide: tl.constexpr = tl.float32 if WIDE else element
     coarse = weights.to(element)
-    if APART:
-        part = tl.zeros(acc.shape, tl.float32)
-    else:
-        part = acc * rescale[:, None]
+    part = tl.zeros(acc.shape, tl.float32)
     if PARTS == 2:
         fine = (weights - coarse.to(tl.float32)).to(element)
         part = tl.dot(fine.to(wide), tile.to(wide), part, input_precision="ieee")
     part = tl.dot(coarse.to(wide), tile.to(wide), part, input_precision="ieee")
-    if APART:
-        part = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), part)
-    return part
+    return tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), part)
 
 
 @triton.jit

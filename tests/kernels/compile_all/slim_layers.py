@@ -39,7 +39,7 @@ def attend_to_slim_caches() -> None:
             slim_part(rows, width, head_dim, dtype) for width in (columns, rank)
         )
         config = choose_two_launch_config(heads, head_dim, rank, dtype, shared_memory=memory)
-        for changes in ({}, {"parts": 1}, {"apart": False}):
+        for changes in ({}, {"parts": 1}):
             slim_decode(
                 query,
                 keys,

@@ -82,7 +82,6 @@ def test_averages_and_lse(case):
         {"own_heads": 2, "programs": 2},
         {"programs": 40},
         {"parts": 1},
-        {"apart": False},
     ],
     ids=str,
 )
@@ -179,7 +178,6 @@ def test_real_shapes_on_a_gpu(case, parts, dtype):
 @pytest.mark.parametrize(
     "change",
     [
-        {"apart": False},
         {"parts": 1},
         {"block_t": 16},
         {"block_t": 64, "stages": 2},
@@ -299,10 +297,10 @@ def test_launch_parameters_of_real_shapes():
 
 
 def test_configurations_are_parsed():
-    config = parse_config("own_heads=8,apart=0,block_t=64", TwoLaunchConfig(4))
-    assert config == TwoLaunchConfig(8, block_t=64, apart=False)
+    config = parse_config("own_heads=8,parts=1,block_t=64", TwoLaunchConfig(4))
+    assert config == TwoLaunchConfig(8, block_t=64, parts=1)
     assert parse_config(config_text(config), TwoLaunchConfig(1)) == config
     assert parse_config("", config) == config
-    for text in ("tiles=3", "apart", "parts=x"):
+    for text in ("tiles=3", "parts", "parts=x"):
         with pytest.raises(ValueError, match="with names own_heads, block_t"):
             parse_config(text, config)
