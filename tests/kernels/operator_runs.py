@@ -96,7 +96,6 @@ def decode(
     biases: Tensor | None = None,
     fewer_programs: bool = True,
     origins: Tensor | None = None,
-    other: Partial | None = None,
     into: Partial | None = None,
     divided: bool = False,
     return_lse: bool = True,
@@ -141,6 +140,9 @@ def decode(
         biased=biases is not None,
         latents=widths[0] != head_dim,
     )
+    if into is None and return_lse:
+        shape = (rows, heads, queries, widths[0])
+        into = Partial(*(torch.empty(size, device=query.device) for size in (shape, shape[:3])))
     sizes = (kv_heads, queries_per_kv_head, config, query.device)
     schedule = schedule_of(kv.forest, *sizes, fewer_programs=fewer_programs, capacity=capacity)
     out, lse = forest_decode(
@@ -158,9 +160,7 @@ def decode(
         sinks=sinks,
         biases=biases,
         origins=origins,
-        other=other,
         into=into,
-        return_lse=return_lse,
     )
     for whole, part, index in zip(stored, new, indices, strict=True):
         written = whole[slots[taking].long()].gather(2, index[taking])

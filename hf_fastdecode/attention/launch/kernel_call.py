@@ -121,7 +121,6 @@ def run_kernels(
     config: Config,
     scoring: Scoring,
     origins: Tensor | None = None,
-    other: Partial | None = None,
     into: Partial | None = None,
 ) -> Tensor:
     """`forest_decode` with these scores, of queries, keys and values that are copied where their rows have gaps.
@@ -144,7 +143,6 @@ def run_kernels(
         sinks=scoring.sinks,
         biases=scoring.distances,
         origins=origins,
-        other=other,
         into=into,
     )
     return out
