@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
-from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, suffix_addresses
 from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
@@ -148,7 +148,7 @@ def decode(
     out, lse = forest_decode(
         query,
         *new,
-        node_addresses(kv.forest, kv.segments).to(query.device),
+        AddressesOfLayers(kv.forest).of(kv.segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
         before.repeat(3, 1) if divided else before,
@@ -197,7 +197,7 @@ def decode_divided(
     forest_decode(
         query,
         *new,
-        node_addresses(forest, segments).to(query.device),
+        AddressesOfLayers(forest).of(segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         torch.arange(rows, dtype=torch.int32, device=query.device),
         torch.stack([shard.counts(before), *shard.next_stored(before)]),

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment, merge
-from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, rest_addresses
 from hf_fastdecode.parallel.sequence import merged
 from hf_fastdecode.parallel.shards import Shard
 
@@ -39,7 +39,7 @@ def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softca
     rows, heads, queries, _ = query.shape
     kv_heads = kv.suffix.keys.shape[1]
     schedule = schedule_of(kv.forest, kv_heads, heads // kv_heads * queries, CONFIG, DEVICE)
-    addresses = node_addresses(kv.forest, kv.segments).to(DEVICE)
+    addresses = AddressesOfLayers(kv.forest).of(kv.segments).to(DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
     scale = query.shape[-1] ** -0.5
     return Partial(
@@ -117,7 +117,7 @@ def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
         fitting = {"overlap": compute_capability(DEVICE) >= (9, 0), "shared_memory": shared_memory(DEVICE)}
         config = choose_config(widest, width, rest=rest, **fitting)
     tables = (
-        torch.cat([node_addresses(forest, of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
+        torch.cat([AddressesOfLayers(forest).of(of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
         torch.arange(ROWS, dtype=torch.int32, device=DEVICE),
         schedule_of(forest, heads, queries, config, DEVICE),
         config,

@@ -100,7 +100,7 @@ class StepTables:
     """
 
     rest: int = 0
-    _lines: ClassVar[int] = 3  # of `nodes` in each layer, see `node_addresses`
+    _lines: ClassVar[int] = 3  # of `nodes` in each layer, see `AddressesOfLayers`
 
     def __init__(
         self,
