@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_fastdecode.attention.kv import Partial, Scoring, empty_partial, merge
-from hf_fastdecode.attention.launch.kernel_call import node_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.device import shared_memory
 from hf_fastdecode.kernels.forest_decode.api import NodeWorkspace, attend_nodes
@@ -89,7 +89,7 @@ class NodeKernel:
         # Launches that overlap would hide a part of each in the one before.
         self.config, self.kv_heads = replace(plan.config, overlap=False), plan.shape.kv_heads
         self.schedule = plan.schedule(plan.programs(0))
-        self.addresses = node_addresses(inputs.forest, [inputs.segment]).to(device)
+        self.addresses = AddressesOfLayers(inputs.forest).of([inputs.segment]).to(device)
         self.lengths = torch.zeros(len(query), dtype=torch.int32, device=device)
 
     def attend(self) -> Pieces:

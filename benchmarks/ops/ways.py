@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from hf_fastdecode.attention.kv import Scoring, SuffixLengths
-from hf_fastdecode.attention.launch.dispatch import KERNELS, Choices, Heads
 from hf_fastdecode.attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes, own_nodes_dominate
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.torch_operators import decode_ops
@@ -86,11 +85,8 @@ def _ours_over_nodes(sets: Sequence[OpInputs]) -> dict[str, list[Call]]:
 
 
 def _kernels_are_chosen(inputs: OpInputs) -> bool:
-    case, query = inputs.case, inputs.query
-    if refusal(query, *inputs.new, [inputs.segment.keys, inputs.suffix.keys]) or not query.is_cuda:
-        return False
-    heads = Heads(case.heads, case.kv_heads, case.head_dim, itemsize=query.element_size())
-    return Choices().of(inputs.forest, heads, query.device).name == KERNELS
+    stored = [inputs.segment.keys, inputs.suffix.keys]
+    return inputs.query.is_cuda and refusal(inputs.query, *inputs.new, stored) is None
 
 
 def kernel_calls(sets: Sequence[OpInputs], *, own_nodes: bool = True) -> list[Call]:

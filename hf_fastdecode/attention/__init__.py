@@ -11,8 +11,8 @@ Words, beside those of docs/how-it-works.md:
 Lengths of suffixes in `ForestKV` count the tokens of the current step, those in `StepTables` and kernels do not.
 
 One layer in one decode step: transformers' attention class calls ``update`` of `cache.layers.attention`, which returns
-a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which calls `DecodeKV.attend`. That asks
-`launch.dispatch.Choices.of`, and runs either
+a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which calls `DecodeKV.attend`. That runs
+either
 
     kernels: `StepTables.follow` (addresses, lengths and schedules to the device), `StepTables.attend`, `run_kernels`,
         `kernels/forest_decode/api.py`; a captured step only `StepTables.attend`; or

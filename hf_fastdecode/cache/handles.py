@@ -25,7 +25,6 @@ from ..attention.kv import (
     merge,
     unwritten_partial,
 )
-from ..attention.launch.dispatch import KERNELS, Choice, Heads
 from ..attention.launch.kernel_call import kernel_attention
 from ..attention.launch.plan import NO_OWN_NODES, HeadShape, choose_own_nodes
 from ..attention.launch.step_tables import RestTables, StepTables
@@ -41,7 +40,7 @@ from .storage import TokenStorage
 from .stores import Kind, Store
 
 _CHOOSES_ON = frozenset({"cuda"})
-"""Types of devices on which ``backend="auto"`` chooses between the kernels and PyTorch's operators."""
+"""Types of devices on which ``backend="auto"`` runs the kernels where these support a layer."""
 
 
 class StoredLayer:
@@ -256,7 +255,7 @@ class DecodeKV(SharedKV):
             return tables.attend(layer.index, query, self.keys, self.values, scoring, step.origins, into=into)
         step.division.check_window(scoring.window)
         while self._by_kernels(query, scoring):
-            with suppress(Unsupported):  # a kernel failed, and is no longer a candidate
+            with suppress(Unsupported):  # a kernel failed
                 tables, origins = self._tables(query, scoring), layer.state.suffixes.origins
                 table = None if origins is None else origins.table(query.device)
                 return tables.attend(layer.index, query, self.keys, self.values, scoring, table, into=into)
@@ -308,26 +307,18 @@ class DecodeKV(SharedKV):
         backend, reason = self.layer.state.backend, self._refusal(query, scoring)
         if backend == "triton" and reason is not None:
             raise cannot_run(backend, reason)
-        if reason is not None or backend == "triton" or self.reads_latents:  # PyTorch has no fused operator for them
-            return reason is None
-        return self._choice(query, scoring.window).name == KERNELS
+        return reason is None
 
     def _refusal(self, query: Tensor, scoring: Scoring) -> str | None:
         stored = [part for segment in (self.layer.suffix or (), *self.layer.segments.values()) for part in segment]
         return refusal(query, self.keys, self.values, stored, scoring.sinks)
 
     def _why(self, query: Tensor, scoring: Scoring) -> str:
-        """Report text: why the kernels were ruled out, or else the cost model's prediction."""
+        """Report text: why the kernels were ruled out, if they were."""
         if self.layer.state.backend != "auto" or query.device.type not in _CHOOSES_ON:
             return ""
-        if (reason := self._refusal(query, scoring)) is not None or self.reads_latents:
-            return f"; {reason}" if reason else ""
-        return f"; {self._choice(query, scoring.window)}"
-
-    def _choice(self, query: Tensor, window: int | None) -> Choice:
-        _, heads, queries, head_dim = query.shape
-        layout = Heads(heads, self.keys.shape[1], head_dim, queries, query.element_size(), window)
-        return self.layer.state.choices.of(self.layer.forest, layout, query.device)
+        reason = self._refusal(query, scoring)
+        return f"; {reason}" if reason else ""
 
 
 class PrefillKV(SharedKV):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..attention.forest import Forest, Path, Span, joined
 from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
-from ..attention.launch.dispatch import Choices
 from ..attention.launch.plan import HeadShape, own_nodes_dominate
 from ..attention.launch.step_tables import StepTables, TablesByShape
 from ..attention.torch_operators import Backend, TorchBackend
@@ -175,7 +174,6 @@ class SharedState:
     padded_length: int = 0
     max_suffix: int | None = None
     backend: Backend = "auto"
-    choices: Choices = field(default_factory=Choices)
     tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
     current: Pass = field(default_factory=Pass)
     suffix_rows: Mapping[int, int] = field(default_factory=dict)

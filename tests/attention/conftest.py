@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.dispatch import estimated_costs
+from hf_fastdecode.attention.launch.costs import estimated_costs
 
 from ..settings import merging_in_pairs, one_thread  # noqa: F401
 from .forests import DEVICES

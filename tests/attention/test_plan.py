@@ -10,7 +10,7 @@ import torch
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.launch import plan as plans
-from hf_fastdecode.attention.launch.dispatch import _H200, estimated_costs
+from hf_fastdecode.attention.launch.costs import _H200, estimated_costs
 from hf_fastdecode.attention.launch.plan import (
     HeadShape,
     LaunchPlan,
@@ -74,7 +74,7 @@ def test_nothing_is_left_to_suffixes_where_bytes_are_the_limit(on_hopper):
     plan = LaunchPlan(Forest(4000, [Node(Span(0, 0, 1000), 0, 4000), *leaves]), GQA, CPU)
     alone = plan._seconds(132, 128)
     assert all(
-        plan._seconds(programs, 128) >= (plan._node_bytes + 4000 * 128 * 8 * 128 * 4) / _H200.kernels.bandwidth
+        plan._seconds(programs, 128) >= (plan._node_bytes + 4000 * 128 * 8 * 128 * 4) / _H200.bandwidth
         for programs in plan._node_seconds
     )
     assert plan._seconds(plan.programs(128), 128) <= alone

@@ -12,7 +12,7 @@ from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import ForestKV, Scoring, Segment, SuffixLengths
 from hf_fastdecode.attention.launch import plan as plans
 from hf_fastdecode.attention.launch import step_tables
-from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, suffix_addresses
 from hf_fastdecode.attention.launch.plan import LaunchPlan, OwnNodes
 from hf_fastdecode.attention.launch.step_tables import StepTables
 from hf_fastdecode.attention.torch_operators.decode_ops import nodes_attention
@@ -229,12 +229,12 @@ def test_addresses_are_those_of_the_nodes_views():
     segments = {1: plain, 4: turned}
     forest = Forest(12, [Node(Span((1, 4)[row % 2], 3 * row, 2), row, 1) for row in range(12)])
     views = [segments[node.span.segment].view(node.span) for node in forest.nodes]
-    assert node_addresses(forest, segments).tolist() == [
+    assert AddressesOfLayers(forest).of(segments).tolist() == [
         [view.keys.data_ptr() for view in views],
         [view.values.data_ptr() for view in views],
         [view.keys.stride(0) for view in views],
     ]
-    assert node_addresses(Forest(2), segments).tolist() == [[], [], []]
+    assert AddressesOfLayers(Forest(2)).of(segments).tolist() == [[], [], []]
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_addresses_need_keys_and_values_of_equal_strides(rows):
     def addresses(part, value):
         if rows:
             return suffix_addresses(Segment(part, value))
-        return node_addresses(Forest(1, [Node(Span(0, 1, 2), 0, 1)]), [Segment(part, value)])
+        return AddressesOfLayers(Forest(1, [Node(Span(0, 1, 2), 0, 1)])).of([Segment(part, value)])
 
     with pytest.raises(ValueError, match="need equal strides"):
         addresses(keys, longer)

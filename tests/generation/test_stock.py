@@ -12,11 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
-from hf_fastdecode.attention.forest import Forest, Node, Span
-from hf_fastdecode.attention.launch.dispatch import Choice
-from hf_fastdecode.cache.layout import ModelLayout
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.prompts import first_pass, gain, start
+from hf_fastdecode.generation.prompts import first_pass, start
 from hf_fastdecode.patches.architectures.decoders import DECODERS
 
 from ..architectures.classes import tiny_model_of
@@ -100,27 +97,6 @@ def test_processes_that_must_keep_step_run_stock(model):
         assert "synced_gpus=True" in drawn(model, "stock", {"synced_gpus": True}).reason
     finally:
         torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize(("saved", "stock"), [(0, True), (1_000_000, False)])
-def test_plain_decoding_is_a_candidate(model, monkeypatch, saved, stock):
-    """Where the cost model predicts plain decoding to be faster, sharing must save more prefill time than it loses."""
-    forest = Forest(8, [Node(Span(0, 0, 100 + saved), 0, 8)])
-    times = {"kernels": 2e-5, "library": 9e-5, "plain": 1e-5}
-    monkeypatch.setattr(gain, "choose", lambda *_: Choice("plain", times))
-    monkeypatch.setattr(gain, "prefill_rate", lambda _: 1e14)
-
-    class Gpu:
-        device, dtype, config = torch.device("cuda"), torch.bfloat16, model.config
-        parameters = model.parameters
-
-    layout = ModelLayout.of(model)
-    choice = gain.plain_is_faster(Gpu(), layout, forest, 64)
-    assert (choice is not None) == stock
-    faster = times | {"kernels": 9e-6}
-    monkeypatch.setattr(gain, "choose", lambda *_: Choice("kernels", faster))
-    assert gain.plain_is_faster(Gpu(), layout, forest, 64) is None
-    assert gain.plain_is_faster(model, layout, forest, 64) is None  # on the CPU there is nothing to choose
 
 
 def test_a_message_comes_once(model, caplog):

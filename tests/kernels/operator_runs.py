@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment
-from hf_fastdecode.attention.launch.kernel_call import node_addresses, suffix_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, suffix_addresses
 from hf_fastdecode.attention.launch.plan import node_shapes
 from hf_fastdecode.kernels.device import compute_capability, multiprocessors, shared_memory
 from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose_config, forest_decode
@@ -96,7 +96,6 @@ def decode(
     biases: Tensor | None = None,
     fewer_programs: bool = True,
     origins: Tensor | None = None,
-    other: Partial | None = None,
     into: Partial | None = None,
     divided: bool = False,
     return_lse: bool = True,
@@ -141,12 +140,15 @@ def decode(
         biased=biases is not None,
         latents=widths[0] != head_dim,
     )
+    if into is None and return_lse:
+        shape = (rows, heads, queries, widths[0])
+        into = Partial(*(torch.empty(size, device=query.device) for size in (shape, shape[:3])))
     sizes = (kv_heads, queries_per_kv_head, config, query.device)
     schedule = schedule_of(kv.forest, *sizes, fewer_programs=fewer_programs, capacity=capacity)
     out, lse = forest_decode(
         query,
         *new,
-        node_addresses(kv.forest, kv.segments).to(query.device),
+        AddressesOfLayers(kv.forest).of(kv.segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         slots,
         before.repeat(3, 1) if divided else before,
@@ -158,9 +160,7 @@ def decode(
         sinks=sinks,
         biases=biases,
         origins=origins,
-        other=other,
         into=into,
-        return_lse=return_lse,
     )
     for whole, part, index in zip(stored, new, indices, strict=True):
         written = whole[slots[taking].long()].gather(2, index[taking])
@@ -197,7 +197,7 @@ def decode_divided(
     forest_decode(
         query,
         *new,
-        node_addresses(forest, segments).to(query.device),
+        AddressesOfLayers(forest).of(segments).to(query.device),
         torch.tensor(suffix_addresses(stored), device=query.device),
         torch.arange(rows, dtype=torch.int32, device=query.device),
         torch.stack([shard.counts(before), *shard.next_stored(before)]),

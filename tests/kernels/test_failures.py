@@ -9,9 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
 import hf_fastdecode as fd
-from hf_fastdecode.attention.launch.dispatch import KERNELS, Choice
 from hf_fastdecode.cache import handles
-from hf_fastdecode.cache.handles import DecodeKV
 from hf_fastdecode.generation.decoding.sampling import choose_sampler
 from hf_fastdecode.generation.steps import modes
 from hf_fastdecode.generation.steps.captured_step import CapturedStep
@@ -51,7 +49,6 @@ def none_failed(monkeypatch):
 def by_kernels(monkeypatch):
     """Let ``backend="auto"`` and captured modes take the kernels where they are interpreted."""
     monkeypatch.setattr(handles, "_CHOOSES_ON", {"cpu", "cuda"})
-    monkeypatch.setattr(DecodeKV, "_choice", lambda *_: Choice(KERNELS, {KERNELS: 0.0}))
     monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
     capture = CapturedStep.capture
 

@@ -1,4 +1,4 @@
-"""The operator in parts: nodes alone, partials of some nodes merged and handed on, against the fp64 oracle."""
+"""The operator in parts: nodes alone, partials of ranks and their merge, against the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment, merge
-from hf_fastdecode.attention.launch.kernel_call import node_addresses, rest_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, rest_addresses
 from hf_fastdecode.parallel.sequence import merged
 from hf_fastdecode.parallel.shards import Shard
 
@@ -26,7 +26,7 @@ from hf_fastdecode.kernels.forest_decode.api import Config, SuffixConfig, choose
 from hf_fastdecode.kernels.forest_decode.limits import refusal
 from hf_fastdecode.kernels.forest_decode.merge import merge_ranks
 
-from .operator_runs import check, check_result, decode, decode_divided, schedule_of, small_config
+from .operator_runs import check, decode, decode_divided, schedule_of, small_config
 
 INTERPRETED = not torch.cuda.is_available()
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -39,7 +39,7 @@ def nodes_alone(query: Tensor, kv: ForestKV, slots: Tensor | None = None, softca
     rows, heads, queries, _ = query.shape
     kv_heads = kv.suffix.keys.shape[1]
     schedule = schedule_of(kv.forest, kv_heads, heads // kv_heads * queries, CONFIG, DEVICE)
-    addresses = node_addresses(kv.forest, kv.segments).to(DEVICE)
+    addresses = AddressesOfLayers(kv.forest).of(kv.segments).to(DEVICE)
     slots = torch.arange(rows, dtype=torch.int32, device=DEVICE) if slots is None else slots
     scale = query.shape[-1] ** -0.5
     return Partial(
@@ -70,13 +70,6 @@ def inputs(seed: int, queries: int, dtype: torch.dtype = torch.half):
     lengths = [queries + 9 * row % 40 for row in range(ROWS)]
     options = {"heads": 8, "kv_heads": 2, "head_dim": HEAD_DIM, "queries": queries, "dtype": dtype}
     return make_inputs(forest, lengths, **options, device=DEVICE, seed=seed)
-
-
-def some_nodes(kv: ForestKV, keep) -> ForestKV:
-    """The rows' paths without the spans whose number `keep` refuses."""
-    numbers = {span: number for number, span in enumerate(dict.fromkeys(node.span for node in kv.forest.nodes))}
-    paths = [tuple(span for span in path if keep(numbers[span])) for path in kv.forest.paths]
-    return ForestKV(Forest.from_paths(paths), kv.segments, kv.suffix, kv.suffix_lengths)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -124,7 +117,7 @@ def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
         fitting = {"overlap": compute_capability(DEVICE) >= (9, 0), "shared_memory": shared_memory(DEVICE)}
         config = choose_config(widest, width, rest=rest, **fitting)
     tables = (
-        torch.cat([node_addresses(forest, of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
+        torch.cat([AddressesOfLayers(forest).of(of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
         torch.arange(ROWS, dtype=torch.int32, device=DEVICE),
         schedule_of(forest, heads, queries, config, DEVICE),
         config,
@@ -159,29 +152,6 @@ def test_no_nodes():
     assert torch.isneginf(found.lse).all()
 
 
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("kept", [0, 1, 2], ids=["suffixes", "half the nodes", "all nodes"])
-def test_partials_handed_on(kept, queries):
-    """As of nodes spread over devices: three shares' partials are merged, and the step goes on with the result."""
-    query, kv = inputs(7, queries)
-    shares = [some_nodes(kv, lambda index, share=share: index % 4 == share) for share in range(4)]
-    mine = [some_nodes(kv, lambda index: False), some_nodes(kv, lambda index: index % 4 == 3), kv][kept]
-    other = None
-    if kept < 2:
-        other = merge(*(nodes_alone(query, share) for share in shares[: 4 - kept]))
-        other = Partial(other.out.contiguous(), other.lse.contiguous())
-    check_result(decode(query, mine, config=CONFIG, other=other), query, kv)
-
-
-@pytest.mark.parametrize("overlap_suffix", [False, True])
-def test_a_partial_beside_nodes_that_overlap(overlap_suffix):
-    """Where suffixes run beside the nodes, the partial reaches the merge with theirs."""
-    query, kv = inputs(9, 1)
-    first, second = (some_nodes(kv, lambda index, share=share: index % 2 == share) for share in range(2))
-    config = replace(CONFIG, overlap_suffix=overlap_suffix)
-    check_result(decode(query, first, config=config, other=nodes_alone(query, second)), query, kv)
-
-
 @pytest.mark.parametrize(
     ("ranks", "queries", "group", "overlap_suffix", "softcap"),
     [
@@ -211,15 +181,12 @@ def test_arguments_are_checked():
     query, kv = inputs(29, 1)
     partial = nodes_alone(query, kv)
     biases = torch.zeros(query.shape[1], 4, device=DEVICE)
-    of_biases = "biases by distance need whole suffixes, all keys here, no soft cap"
+    of_biases = "biases by distance need whole suffixes, no soft cap"
     for options, message in (
-        ({"other": Partial(partial.out.half(), partial.lse)}, r"other\[0\] must be .* float32"),
-        ({"other": Partial(partial.out, partial.lse[:, :1])}, r"other\[1\] must be"),
+        ({"into": Partial(partial.out, partial.lse[:, :1])}, r"into\[1\] must be"),
         ({"into": Partial(partial.out.double(), partial.lse)}, r"into\[0\] must be .* float32"),
         ({"divided": True, "window": 5}, "a window of 5 tokens cannot count keys on other devices"),
-        ({"other": partial, "window": 5}, "a window of 5 tokens cannot count the keys of `other`"),
         ({"biases": biases, "divided": True}, of_biases),
-        ({"biases": biases, "other": partial}, of_biases),
         ({"biases": biases, "softcap": 5.0}, of_biases),
     ):
         with pytest.raises(ValueError, match=message):

@@ -1,1 +1,1 @@
-"""Launch of the decode kernels: cost model, launch parameters, schedules and device tables."""
+"""Launch of the decode kernels: measured rates, launch parameters, schedules and device tables."""

@@ -22,16 +22,6 @@ from ..kv import Partial, Scoring, Segment
 from ..torch_operators.prefill_ops import PackedRuns, Stored
 
 
-def node_addresses(
-    forest: Forest, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None = None
-) -> Tensor:
-    """Addresses of each node's keys and values, and stride between KV heads in elements: ``[3, nodes]`` int64.
-
-    Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
-    """
-    return AddressesOfLayers(forest).of(segments, suffix)
-
-
 def rest_addresses(forest: Forest, rests: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
     """Address of each node's elements of keys that all KV heads share, ``[1, tokens, rest]`` by segment: int64."""
     parts = (rests[node.span.segment][0, node.span.start :] for node in forest.nodes)
@@ -39,7 +29,7 @@ def rest_addresses(forest: Forest, rests: Sequence[Tensor] | Mapping[int, Tensor
 
 
 class AddressesOfLayers:
-    """Addresses of a forest's nodes in layer after layer, see `node_addresses`.
+    """Addresses of a forest's nodes in layer after layer.
 
     Arithmetic, because a view per node takes far longer; once for all layers whose segments have the same strides,
     which then differ in where these begin.
@@ -51,8 +41,11 @@ class AddressesOfLayers:
         self._segments, self._own = used[used >= 0].tolist(), used[used < 0]
         self._offsets: dict[tuple[tuple[int, ...], ...], np.ndarray] = {}
 
-    def of(self, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None) -> Tensor:
-        """The table of one layer, ``[3, nodes]`` int64."""
+    def of(self, segments: Sequence[Segment] | Mapping[int, Segment], suffix: Segment | None = None) -> Tensor:
+        """Addresses of each node's keys and values, and stride between KV heads in elements: ``[3, nodes]`` int64.
+
+        Own nodes, if there are any, are stored in the `suffix`, ``[rows, kv_heads, capacity, head_dim]`` each.
+        """
         parts = [segments[number] for number in self._segments]
         begins = np.zeros((2, len(self._own) + len(parts)), dtype=np.int64)
         if suffix is not None and len(self._own):
@@ -121,7 +114,6 @@ def run_kernels(
     config: Config,
     scoring: Scoring,
     origins: Tensor | None = None,
-    other: Partial | None = None,
     into: Partial | None = None,
 ) -> Tensor:
     """`forest_decode` with these scores, of queries, keys and values that are copied where their rows have gaps.
@@ -144,7 +136,6 @@ def run_kernels(
         sinks=scoring.sinks,
         biases=scoring.distances,
         origins=origins,
-        other=other,
         into=into,
     )
     return out

@@ -34,7 +34,9 @@ from ...kernels.forest_decode.schedule import (
 )
 from ..forest import Forest, Node, Span
 from ..kv import Scoring
-from .dispatch import QUERY_TILE, costs_of
+from .costs import costs_of
+
+_QUERY_TILE = 128  # packed queries that read a node's keys at once, at most
 
 # Launch parameters that depend on context lengths.
 _BY_LENGTH = ("block_n", "stages", "suffix")
@@ -118,29 +120,29 @@ class LaunchPlan:
 
     def _seconds(self, programs: int, suffix_tokens: int) -> float:
         """Predicted seconds of a layer's attention with so many programs for nodes."""
-        kernels, beside = costs_of(self.device).kernels, costs_of(self.device).beside_bandwidth
+        costs = costs_of(self.device)
         numbers = self.forest.rows * self.shape.kv_heads * self.shape.head_dim
         suffix_bytes = _KEY_AND_VALUE_BYTES * numbers * suffix_tokens
         node_seconds = self._node_seconds[programs]
         if programs == self.grid:
-            return node_seconds + suffix_bytes / kernels.suffix_bandwidth
-        read_beside = node_seconds * min((self.grid - programs) * beside, kernels.suffix_bandwidth)
-        in_turn = node_seconds + max(0.0, suffix_bytes - read_beside) / kernels.suffix_bandwidth
+            return node_seconds + suffix_bytes / costs.suffix_bandwidth
+        read_beside = node_seconds * min((self.grid - programs) * costs.beside_bandwidth, costs.suffix_bandwidth)
+        in_turn = node_seconds + max(0.0, suffix_bytes - read_beside) / costs.suffix_bandwidth
         # The third launch reads partials that the second one wrote. Its own launch is not counted, because overlap
         # saves as much: suffixes need not start after the nodes.
-        merge = 8 * numbers * self.shape.queries_per_kv_head / kernels.suffix_bandwidth
-        return max(in_turn, (self._node_bytes + suffix_bytes) / kernels.bandwidth) + merge
+        merge = 8 * numbers * self.shape.queries_per_kv_head / costs.suffix_bandwidth
+        return max(in_turn, (self._node_bytes + suffix_bytes) / costs.bandwidth) + merge
 
     @cached_property
     def _node_seconds(self) -> dict[int, float]:
         """Predicted seconds of the nodes alone, by number of programs: the grid, or fewer where that may be faster."""
-        kernels = costs_of(self.device).kernels
-        tile = 4 * self.config.block_m * self.config.block_n * self.shape.head_dim / (kernels.rate / self.grid)
+        costs = costs_of(self.device)
+        tile = 4 * self.config.block_m * self.config.block_n * self.shape.head_dim / (costs.rate / self.grid)
         fewer = range(self.grid * 4 // 5 // BUNDLE * BUNDLE, self.grid // 2, -BUNDLE)
         return {
             programs: max(
                 tile * longest_share(self._node_shapes, **self._sizes, programs=programs),
-                self._node_bytes / kernels.bandwidth,
+                self._node_bytes / costs.bandwidth,
             )
             for programs in (self.grid, *fewer)
         }
@@ -191,7 +193,7 @@ def decode_config(
     from ...kernels.forest_decode.api import choose_config  # it imports triton, which may be missing
 
     keys = shape.kv_heads * sum(
-        node.span.length * -(-node.row_count * shape.queries_per_kv_head // QUERY_TILE) for node in forest.nodes
+        node.span.length * -(-node.row_count * shape.queries_per_kv_head // _QUERY_TILE) for node in forest.nodes
     )
     has_pdl = device.type == "cuda" and compute_capability(device) >= (9, 0)
     config = choose_config(

@@ -100,7 +100,7 @@ class StepTables:
     """
 
     rest: int = 0
-    _lines: ClassVar[int] = 3  # of `nodes` in each layer, see `node_addresses`
+    _lines: ClassVar[int] = 3  # of `nodes` in each layer, see `AddressesOfLayers`
 
     def __init__(
         self,
@@ -178,7 +178,6 @@ class StepTables:
         new_values: Tensor,
         scoring: Scoring,
         origins: Tensor | None = None,
-        other: Partial | None = None,
         into: Partial | None = None,
     ) -> Tensor:
         """Append new keys and values to the suffixes, and attend.
@@ -188,7 +187,6 @@ class StepTables:
             new_keys: ``[rows, kv_heads, queries, head_dim]``.
             new_values: The same shape.
             origins: As for `forest_decode`.
-            other: When given, the partial of further keys, fp32.
             into: When given, where to write the partial, fp32 and contiguous.
 
         Returns:
@@ -208,7 +206,7 @@ class StepTables:
                     self._kernel_lengths,
                     known.tables,
                 )
-                options = (known.plan.config, scoring, origins, other, into)
+                options = (known.plan.config, scoring, origins, into)
                 return run_kernels(query, new_keys, new_values, *tables, *options)
 
             return self._run(run, query, new_keys, new_values, scoring)

@@ -13,7 +13,6 @@ some 20 µs.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,10 +25,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from ..._compat import local_part
-from ...attention.forest import Forest
-from ...attention.launch.dispatch import PLAIN, Choice, Heads, choose, prefill_rate
-from ...cache.layout import ModelLayout
-from ...cache.stores import Kind
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..model_state import ModelState
@@ -376,9 +371,9 @@ def _are_of_text(kwargs: Mapping[str, Any]) -> bool:
 
 def require_gain(call: CallContext, plan: CallPlan, *, loop: str) -> None:
     """Raise `Unsupported` unless sharing pays for a call, whose mode is set, in a loop of `LOOPS`; report it."""
-    layout, report, forest = call.structure.layout, call.report, plan.nodes.forest
+    report, forest = call.report, plan.nodes.forest
     unshared = 0 if plan.unshared is None else plan.unshared.total
-    again, new_tokens = len(plan.prompts.groups) if plan.last_again else 0, plan.request.new_tokens
+    again = len(plan.prompts.groups) if plan.last_again else 0
     in_nodes = sum(forest.context_lengths)
     # Of unshared tokens kernels read fewer bytes in suffixes than a stock cache has.
     total, saved = in_nodes + unshared, in_nodes - forest.stored_tokens
@@ -389,8 +384,6 @@ def require_gain(call: CallContext, plan: CallPlan, *, loop: str) -> None:
     # Captured steps are faster than stock's even without sharing.
     if not call.shares_anyway and call.mode == "eager" and not unshared:
         _require_tokens(call, plan, may_save, loop)
-        if not plan.keeps and inputs is None and (choice := plain_is_faster(call.model, layout, forest, new_tokens)):
-            raise Unsupported(f"stock decoding is predicted to be faster: {choice}")
     why = []
     if saved or not (plan.keeps or plan.reuses):
         why.append(f"{saved} of {total} context tokens are shared by rows")
@@ -438,30 +431,3 @@ def _forgone(prompts: ComparedPrompts) -> str | None:
         f"sharing what prompts begin with would save {saved} tokens, fewer than the {least} for which its further "
         "prefill passes pay; lower min_saved_tokens to share it"
     )
-
-
-_PREDICTED: Final = frozenset({Kind.FULL, Kind.SLIDING, Kind.CHUNKED, Kind.OWN})
-"""Kinds of stores whose steps are predicted; of others stock makes all keys anew in each step."""
-
-
-def plain_is_faster(model: PreTrainedModel, layout: ModelLayout, forest: Forest, new_tokens: int) -> Choice | None:
-    """The cost model's choice if plain decoding is faster by more than sharing saves in prefill."""
-    if model.device.type != "cuda" or model.dtype.itemsize != 2:
-        return None
-    seconds = defaultdict[str, float](float)
-    for store, layers in layout.distinct.items():
-        if not store.numbers or store.kind not in _PREDICTED:
-            return None
-        heads = Heads(store.query_heads, store.kv_heads, store.head_dim, window=store.window)
-        for name, one in choose(forest, new_tokens / 2, heads, model.device).seconds.items():
-            seconds[name] += layers * one
-    if not seconds:
-        return None
-    best = min(seconds, key=lambda name: seconds[name])
-    choice = Choice(best, {name: time / len(layout.per_token) for name, time in seconds.items()})
-    if choice.name != PLAIN:
-        return None
-    lost = (min(time for name, time in seconds.items() if name != PLAIN) - seconds[PLAIN]) * new_tokens
-    parameters = sum(map(_elements, model.parameters()))
-    saved = 2 * parameters * (sum(forest.context_lengths) - forest.stored_tokens) / prefill_rate(model.device)
-    return choice if lost > saved else None

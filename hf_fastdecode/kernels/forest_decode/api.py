@@ -50,8 +50,6 @@ def forest_decode(
     sinks: Tensor | None = None,
     biases: Tensor | None = None,
     origins: Tensor | None = None,
-    other: tuple[Tensor, Tensor] | None = None,
-    return_lse: bool = False,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Append the new tokens' keys and values to the suffixes, and attend to nodes and suffixes.
@@ -91,36 +89,30 @@ def forest_decode(
         sinks: ``[heads]`` fp32: when given, attention sinks: one more score per query head, without a value, in the
             softmax's denominator and the log-sum-exp.
         biases: ``[heads, distances]`` fp32: when given, added to the score of a key by how many tokens it is before
-            the query, counted like a window; the last for all farther keys. Not with a soft cap, `other` or divided
-            suffixes.
+            the query, counted like a window; the last for all farther keys. Not with a soft cap or divided suffixes.
         origins: ``[rows, >= longest suffix]`` int32, contiguous: when given, the slot that holds each token of each
             row's suffix (beam search). New tokens are written to the row's slot.
-        other: When given, the partial of further keys, such as nodes on other devices: ``out`` and log-sum-exp as
-            `forest_partial` returns them, contiguous. Not with a window, which would not count its keys.
-        return_lse: Return the partial: ``out`` in fp32, and the natural-log log-sum-exp.
-        into: Where to write the partial, contiguous, which is then returned; newly allocated when None. Its ``out``
-            may be in the query's dtype.
+        into: When given, where to write the partial, contiguous: ``out`` in fp32 or the query's dtype, and the
+            natural-log log-sum-exp ``[rows, heads, queries]`` in fp32.
 
     Returns:
-        ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; with `return_lse`, ``out`` and the
-        log-sum-exp ``[rows, heads, queries]``, both fp32.
+        ``out`` ``[rows, heads, queries, head_dim]`` in the query's dtype, and None; or `into`.
     """
     check_tokens(query, new_keys, new_values)
     rows, heads, queries, head_dim = shape = (*query.shape[:3], new_keys.shape[3])
     kv_heads, rest, divided = new_keys.shape[1], query.shape[3] - head_dim, lengths.dim() > 1
-    check_step(shape, (nodes, suffix, slots, lengths), sinks, biases, origins, other)
-    check_combination(divided=divided, soft_cap=soft_cap, window=window, biases=biases, other=other)
+    check_step(shape, (nodes, suffix, slots, lengths), sinks, biases, origins)
+    check_combination(divided=divided, soft_cap=soft_cap, window=window, biases=biases)
     check_schedule(schedule, config, rows)
     check_numbers(scale, soft_cap, window)
     scores: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "window": window, "biases": biases}
     workspace = attend_nodes(query, nodes, lengths, schedule, config, kv_heads, **scores, rest=rest, latents=rest > 0)
-    if into is not None:
-        check_partial("into", into, shape, query.dtype)
-    lse: Tensor | None
-    if into is not None or return_lse:
-        out, lse = into or _partial(shape, query.device)
+    lse: Tensor | None = None
+    if into is None:
+        out = torch.empty(shape, dtype=query.dtype, device=query.device)
     else:
-        out, lse = torch.empty(shape, dtype=query.dtype, device=query.device), None
+        check_partial("into", into, shape, query.dtype)
+        out, lse = into
     options = _options(query, schedule, config, kv_heads, head_dim, lse=lse is not None, divided=divided)
     has_nodes, packed = options["DEPTHS"] > 0, heads // kv_heads * queries
     overlap_suffix = config.overlap_suffix and has_nodes
@@ -139,7 +131,7 @@ def forest_decode(
         shared_memory=shared_memory(query.device),
     )
     tables = (suffix, slots, lengths, *_unit_tables(schedule))
-    partials = (*workspace, *suffix_partial, *(other or (None, None)), out, lse)
+    partials = (*workspace, *suffix_partial, out, lse)
     strides = (*query.stride()[:3], *new_keys.stride()[:3], *new_values.stride()[:3])
     with launching(Kernel.FOREST, query.device):
         launch(
@@ -160,7 +152,6 @@ def forest_decode(
             STAGES=own_config.stages,
             MERGE=own_config.merge,
             SINKS=sinks is not None,
-            OTHER=other is not None,
             ORIGINS=origins is not None,
             OVERLAP_SUFFIX=overlap_suffix,
             num_warps=own_config.warps,
@@ -188,8 +179,7 @@ def forest_partial(
     """Attend to each row's nodes, without a causal rule.
 
     For cross-attention, layers that attend to suffixes by themselves, and nodes that are spread over devices: partials
-    of each device's nodes merge to the partial of all (Tree Attention, section 5), which `forest_decode` accepts as
-    ``other``.
+    of each device's nodes merge to the partial of all (Tree Attention, section 5).
 
     Args:
         query: ``[rows, heads, queries, head_dim + rest]``, fp16, bf16 or fp32; the last dimension contiguous.

@@ -85,9 +85,8 @@ def check_step(
     sinks: Tensor | None,
     biases: Tensor | None,
     origins: Tensor | None,
-    other: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Check the tables of a step whose result is of this shape, and a partial of further keys.
+    """Check the tables of a step whose result is of this shape.
 
     Args:
         tables: Nodes, suffix, slots and lengths.
@@ -103,31 +102,18 @@ def check_step(
         check_table("origins", origins, (rows, *origins.shape[1:2]), torch.int32)
     if biases is not None:
         check_table("biases", biases, (heads, *biases.shape[1:2]), torch.float32)
-    if other is not None:
-        check_partial("other", other, shape)
 
 
-def check_combination(
-    *,
-    divided: bool,
-    soft_cap: float | None,
-    window: int | None,
-    biases: Tensor | None,
-    other: tuple[Tensor, Tensor] | None,
-) -> None:
+def check_combination(*, divided: bool, soft_cap: float | None, window: int | None, biases: Tensor | None) -> None:
     """Check that a step has no window or biases where keys are elsewhere, and no biases with a soft cap."""
-    if biases is not None and (divided or other is not None or soft_cap is not None or not biases.shape[1]):
-        raise ValueError("biases by distance need whole suffixes, all keys here, no soft cap and at least one bias")
+    if biases is not None and (divided or soft_cap is not None or not biases.shape[1]):
+        raise ValueError("biases by distance need whole suffixes, no soft cap and at least one bias")
     if window is not None and divided:
         raise ValueError(f"a window of {window} tokens cannot count keys on other devices; give it whole suffixes")
-    if window is not None and other is not None:
-        raise ValueError(f"a window of {window} tokens cannot count the keys of `other`; give it no window")
 
 
-def check_partial(
-    name: str, partial: tuple[Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype | None = None
-) -> None:
-    """Check a partial of this shape, whose ``out`` is in fp32, or may be in `dtype`."""
+def check_partial(name: str, partial: tuple[Tensor, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check a partial of this shape, whose ``out`` is in fp32 or `dtype`."""
     out, lse = partial
     check_table(f"{name}[0]", out, shape, out.dtype if out.dtype == dtype else torch.float32)
     check_table(f"{name}[1]", lse, shape[:-1], torch.float32)

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """Suffix kernel: appends the new tokens to each row's suffix, and attends to it.
 
-It begins with a partial of other keys, if one is given. It then waits for the node partials and merges them; or, where
-it runs beside the node kernel on the remaining multiprocessors, it writes partials for the merge kernel.
+It then waits for the node partials and merges them; or, where it runs beside the node kernel on the remaining
+multiprocessors, it writes partials for the merge kernel.
 """
 
 import triton
 import triton.language as tl
 
-from .merge import UNIT_TABLES, locate_depths, merge_depths, merge_partial
+from .merge import UNIT_TABLES, locate_depths, merge_depths
 from .node_kernel import (
     LN2,
     LOG2E,
@@ -63,8 +63,6 @@ def attend_suffixes(
     partial_lse,
     own_out,  # [rows, heads, queries, head_dim] fp32: the suffixes' partials
     own_lse,  # [rows, heads, queries] fp32, base 2
-    other_out,  # [rows, heads, queries, head_dim] fp32: with OTHER, attention to further keys
-    other_lse,  # [rows, heads, queries] fp32, natural logarithm
     out,  # [rows, heads, queries, head_dim]
     out_lse,  # [rows, heads, queries] fp32
     overlap_suffix,  # [1] int32: with OVERLAP_SUFFIX, whether `merge_rows` merges
@@ -104,7 +102,6 @@ def attend_suffixes(
     WINDOW: tl.constexpr,
     DISTANCES: tl.constexpr,
     SINKS: tl.constexpr,
-    OTHER: tl.constexpr,
     DIVIDED: tl.constexpr,  # whether suffixes are divided between devices: this one may have no key of a row
     ORIGINS: tl.constexpr,
     LSE: tl.constexpr,
@@ -174,12 +171,6 @@ def attend_suffixes(
         row_max = tl.maximum(sink * LOG2E, LOWEST)  # fp32's lowest means no sink
         row_sum += 1.0
     acc = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
-    if OTHER:
-        other_at = (row64 * kv_heads + head) * queries_per_kv_head + within
-        lse = tl.load(other_lse + other_at, mask=valid_query, other=-float("inf")) * LOG2E
-        part_at = other_at[:, None] * HEAD_DIM + dims[None, :]
-        part = tl.load(other_out + part_at, mask=valid_query[:, None] & in_dim[None, :], other=0.0)
-        row_max, row_sum, acc = merge_partial(lse, part, row_max, row_sum, acc)
     HAS_NODES: tl.constexpr = DEPTHS > 0
     # Without the layout of matrix products, and the padding of BLOCK_P, partials are merged as they are loaded.
     THROUGH_MEMORY: tl.constexpr = OVERLAP_SUFFIX or (HAS_NODES and BLOCK_P > 1)

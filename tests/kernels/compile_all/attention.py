@@ -115,19 +115,17 @@ def attend_in_parts(
     config: Config,
     scoring: Scoring,
 ) -> None:
-    """The nodes alone, a step that goes on with their partial and returns its own, and one of divided suffixes."""
+    """The nodes alone, a step that returns its partial, and one of divided suffixes."""
     nodes, kv_heads = addresses[0], new[0].shape[1]
     parts = {"scale": scoring.scale, "soft_cap": scoring.softcap}
     if scoring.window is not None or scoring.distances is not None:
         return
     forest_partial(query, nodes, rows_of[0], schedule, config, kv_heads=kv_heads, **parts)
-    other = made(*query.shape), made(*query.shape[:-1])
-    merge_ranks(made(2, query.numel() + query[..., 0].numel()), *other)
-    parts |= {"sinks": scoring.sinks, "other": other, "return_lse": True}
-    forest_decode(query, *new, *addresses, *rows_of, schedule, config, **parts)
-    divided = made(3, query.shape[0], dtype=torch.int32)
-    parts |= {"other": None, "into": other}
-    forest_decode(query, *new, *addresses, rows_of[0], divided, schedule, config, **parts)
+    into = made(*query.shape), made(*query.shape[:-1])
+    merge_ranks(made(2, query.numel() + query[..., 0].numel()), *into)
+    parts |= {"sinks": scoring.sinks, "into": into}
+    for lengths in (rows_of[1], made(3, query.shape[0], dtype=torch.int32)):
+        forest_decode(query, *new, *addresses, rows_of[0], lengths, schedule, config, **parts)
 
 
 def prefill_everything() -> None:
