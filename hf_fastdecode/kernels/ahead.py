@@ -8,13 +8,14 @@ compiler of its launchers leave the interpreter to other threads. What fails her
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from threading import Thread
+from threading import Thread, main_thread
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from .device import interpreted, triton_is_installed
 from .failures import Kernel, launching
 
 _MOST_THREADS = 8
+_THREADS_BESIDE = 2  # that compile what nothing waits for: each holds up the interpreter in a tenth of its time
 
 Result = TypeVar("Result")
 
@@ -125,6 +127,39 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
 _background: list[Thread] = []
 
 
+def compile_beside(run: Callable[[], object], device: torch.device) -> None:
+    """Begin to compile the kernels that `run` launches, in that order, in threads that nothing waits for.
+
+    They are not loaded. A process ends without those that have not begun.
+    """
+    if not _compiles_for(device):
+        return
+    listed = _Listed()
+
+    def compile_next() -> None:
+        with torch.cuda.device(device):
+            while queue and main_thread().is_alive():
+                with suppress(Exception):  # raised once more if it is launched
+                    queue.popleft()()
+
+    def begin() -> None:
+        try:
+            _left_out.set(listed)  # of this thread
+            with torch.cuda.device(device):
+                run()
+        except Exception as error:
+            logger.debug("kernels are compiled when they are launched: %s", error)
+        queue.extend(listed.found.values())
+        listed.found.clear()
+        with suppress(RuntimeError):  # no more threads can be started
+            for _ in range(_THREADS_BESIDE):
+                Thread(target=compile_next, name="hf_fastdecode_compile").start()
+
+    queue = deque[Callable[[], object]]()
+    with suppress(RuntimeError):
+        Thread(target=begin, name="hf_fastdecode_compile").start()
+
+
 def _compiles_for(device: torch.device) -> bool:
     return device.type == "cuda" and triton_is_installed() and not interpreted()
 
@@ -140,6 +175,19 @@ class _LeftOut:
         found = kernel.warmup(*arguments, grid=grid, **options)
         self.everything |= hasattr(found, "future")  # Triton's FutureKernel
         return self.everything
+
+
+class _Listed(_LeftOut):
+    """Launches that are left out, all of them, and listed: how to compile each kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(everything=True)
+        self.found: dict[tuple[Any, ...], Callable[[], object]] = {}
+
+    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        alike = kernel, *(getattr(one, "dtype", None) for one in arguments), *options.items()
+        self.found.setdefault(alike, partial(kernel.warmup, *arguments, grid=grid, **options))
+        return True
 
 
 _left_out: ContextVar[_LeftOut | None] = ContextVar("hf_fastdecode_left_out", default=None)

@@ -8,7 +8,8 @@ computes. Sums are in fp32, and results bitwise reproducible. There is no backwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .config import (
     HopperConfig,
     choose_config,
     choose_hopper_config,
+    gains_of_many_rows,
 )
 from .kernel import row_products as kernel
 
@@ -85,6 +87,35 @@ def gated_product(
     return out
 
 
+class _Form(NamedTuple):
+    """What launches have in common but for their rows."""
+
+    device: torch.device
+    dtype: torch.dtype
+    made: torch.dtype
+    width: int
+    columns: tuple[int, ...]  # of each weight
+    biased: bool
+    activation: Activation | None
+
+
+_launched = set[_Form]()
+
+
+def launch_for_rows(rows: int, device: torch.device) -> None:
+    """Launch the kernels of all products so far for other rows, for launches that are left out."""
+    for form in list(_launched):
+        many = form.made == form.dtype and gains_of_many_rows(form.columns, form.width)
+        if form.device != device or (rows > MOST_PORTABLE_ROWS and not many):
+            continue
+        made = partial(torch.empty, 1, device=device, dtype=form.dtype)
+        weights = [made().expand(columns, form.width) for columns in form.columns]
+        biases = [made().expand(columns) if form.biased else None for columns in form.columns]
+        outs = [made(dtype=form.made).expand(rows, columns) for columns in form.columns]
+        outs = outs if form.activation is None else outs[:1]
+        _run(made().expand(rows, form.width), weights, biases, outs, None, None, form.activation)
+
+
 def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(*inputs.shape[:-1], columns, dtype=dtype or inputs.dtype, device=inputs.device)
 
@@ -106,6 +137,9 @@ def _run(
             f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
         )
     widths = [out.shape[-1] for out in outs]
+    _launched.add(
+        _Form(device, inputs.dtype, outs[0].dtype, width, (*map(len, weights),), biases[0] is not None, activation)
+    )
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
         config = choose(rows, widths, width, multiprocessors(device), gated=activation is not None)
