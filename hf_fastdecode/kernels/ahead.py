@@ -25,7 +25,8 @@ from .device import interpreted, triton_is_installed
 from .failures import Kernel, launching
 
 _MOST_THREADS = 8
-_THREADS_BESIDE = 2  # that compile what nothing waits for: each holds up the interpreter in a tenth of its time
+# Threads that compile what nothing waits for: each holds up the interpreter in a tenth of its time.
+_THREADS_BESIDE = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Result = TypeVar("Result")
 
@@ -117,11 +118,7 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
         except Exception as error:
             logger.debug("kernels are compiled when they are launched: %s", error)
 
-    thread = Thread(target=compile_all, name="hf_fastdecode_compile")
-    _background[:] = [other for other in _background if other.is_alive()]
-    with suppress(RuntimeError):  # no more threads can be started
-        thread.start()
-        _background.append(thread)
+    _background[:] = [other for other in _background if other.is_alive()] + _start(compile_all)
 
 
 _background: list[Thread] = []
@@ -132,32 +129,32 @@ def compile_beside(run: Callable[[], object], device: torch.device) -> None:
 
     They are not loaded. A process ends without those that have not begun.
     """
-    if not _compiles_for(device):
-        return
     listed = _Listed()
 
     def compile_next() -> None:
         with torch.cuda.device(device):
-            while queue and main_thread().is_alive():
-                with suppress(Exception):  # raised once more if it is launched
-                    queue.popleft()()
+            while listed.found and main_thread().is_alive():
+                with suppress(Exception):  # raised once more if it is launched; another thread may take the last
+                    listed.found.popleft()()
 
     def begin() -> None:
-        try:
+        with suppress(Exception), torch.cuda.device(device):
             _left_out.set(listed)  # of this thread
-            with torch.cuda.device(device):
-                run()
-        except Exception as error:
-            logger.debug("kernels are compiled when they are launched: %s", error)
-        queue.extend(listed.found.values())
-        listed.found.clear()
-        with suppress(RuntimeError):  # no more threads can be started
-            for _ in range(_THREADS_BESIDE):
-                Thread(target=compile_next, name="hf_fastdecode_compile").start()
+            run()
+        for _ in range(_THREADS_BESIDE):
+            _start(compile_next)
 
-    queue = deque[Callable[[], object]]()
-    with suppress(RuntimeError):
-        Thread(target=begin, name="hf_fastdecode_compile").start()
+    if _THREADS_BESIDE and _compiles_for(device):
+        _start(begin)
+
+
+def _start(target: Callable[[], None]) -> list[Thread]:
+    """The thread, if it can be started."""
+    thread = Thread(target=target, name="hf_fastdecode_compile")
+    with suppress(RuntimeError):  # no more threads can be started
+        thread.start()
+        return [thread]
+    return []
 
 
 def _compiles_for(device: torch.device) -> bool:
@@ -178,15 +175,19 @@ class _LeftOut:
 
 
 class _Listed(_LeftOut):
-    """Launches that are left out, all of them, and listed: how to compile each kernel."""
+    """Launches that are left out, all of them; lists how to compile each kernel."""
 
     def __init__(self) -> None:
         super().__init__(everything=True)
-        self.found: dict[tuple[Any, ...], Callable[[], object]] = {}
+        self.found = deque[Callable[[], object]]()
+        self._known = set[tuple[Any, ...]]()
 
     def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        alike = kernel, *(getattr(one, "dtype", None) for one in arguments), *options.items()
-        self.found.setdefault(alike, partial(kernel.warmup, *arguments, grid=grid, **options))
+        given = [one.dtype if isinstance(one, torch.Tensor) else one for one in arguments]  # whose memory is free now
+        alike = kernel, *(one for one in given if isinstance(one, torch.dtype)), *options.items()
+        if alike not in self._known:
+            self._known.add(alike)
+            self.found.append(partial(kernel.warmup, *given, grid=grid, **options))
         return True
 
 

@@ -196,11 +196,7 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
     if call.mode == "eager" or bucket(at_once) in begun:
         return
     begun.add(bucket(at_once))
-
-    def launch() -> None:
-        _attend_all(call, forest if at_once == forest.rows else forest.select_rows(range(at_once)))
-
-    compile_in_background(launch, call.model.device)
+    compile_in_background(lambda: _attend_all(call, forest.select_rows(range(at_once))), call.model.device)
 
 
 _ROWS = (1, 8, 16, 32, 64, 128)

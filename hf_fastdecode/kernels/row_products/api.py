@@ -8,8 +8,7 @@ computes. Sums are in fp32, and results bitwise reproducible. There is no backwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,33 +86,20 @@ def gated_product(
     return out
 
 
-class _Form(NamedTuple):
-    """What launches have in common but for their rows."""
-
-    device: torch.device
-    dtype: torch.dtype
-    made: torch.dtype
-    width: int
-    columns: tuple[int, ...]  # of each weight
-    biased: bool
-    activation: Activation | None
-
-
-_launched = set[_Form]()
+_launched = set[tuple[torch.device, torch.dtype, torch.dtype, int, tuple[int, ...], bool, Activation | None]]()
+"""Launches but for their rows: device, dtypes of inputs and outputs, width, columns, whether biased, activation."""
 
 
 def launch_for_rows(rows: int, device: torch.device) -> None:
     """Launch the kernels of all products so far for other rows, for launches that are left out."""
-    for form in list(_launched):
-        many = form.made == form.dtype and gains_of_many_rows(form.columns, form.width)
-        if form.device != device or (rows > MOST_PORTABLE_ROWS and not many):
-            continue
-        made = partial(torch.empty, 1, device=device, dtype=form.dtype)
-        weights = [made().expand(columns, form.width) for columns in form.columns]
-        biases = [made().expand(columns) if form.biased else None for columns in form.columns]
-        outs = [made(dtype=form.made).expand(rows, columns) for columns in form.columns]
-        outs = outs if form.activation is None else outs[:1]
-        _run(made().expand(rows, form.width), weights, biases, outs, None, None, form.activation)
+    for on, dtype, made, width, columns, biased, activation in list(_launched):
+        many = made == dtype and gains_of_many_rows(columns, width)
+        if on == device and (many or rows <= MOST_PORTABLE_ROWS):
+            one = torch.empty(1, dtype=dtype, device=device)
+            biases = [one.expand(count) if biased else None for count in columns]
+            outs = [one.to(made).expand(rows, count) for count in columns[: None if activation is None else 1]]
+            weights = [one.expand(count, width) for count in columns]
+            _run(one.expand(rows, width), weights, biases, outs, None, None, activation)
 
 
 def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -137,9 +123,8 @@ def _run(
             f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
         )
     widths = [out.shape[-1] for out in outs]
-    _launched.add(
-        _Form(device, inputs.dtype, outs[0].dtype, width, (*map(len, weights),), biases[0] is not None, activation)
-    )
+    columns = tuple(len(weight) for weight in weights)
+    _launched.add((device, inputs.dtype, outs[0].dtype, width, columns, biases[0] is not None, activation))
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
         config = choose(rows, widths, width, multiprocessors(device), gated=activation is not None)
