@@ -113,7 +113,7 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
 
     def compile_all() -> None:
         try:
-            with torch.cuda.device(device), _compiling(_LeftOut(everything=True), device):
+            with _beside_the_call(device), _compiling(_LeftOut(everything=True), device):
                 run()
         except Exception as error:
             logger.debug("kernels are compiled when they are launched: %s", error)
@@ -138,7 +138,7 @@ def compile_beside(run: Callable[[], object], device: torch.device) -> None:
                     listed.found.popleft()()
 
     def begin() -> None:
-        with suppress(Exception), torch.cuda.device(device):
+        with suppress(Exception), _beside_the_call(device):
             _left_out.set(listed)  # of this thread
             run()
         for _ in range(_THREADS_BESIDE):
@@ -146,6 +146,11 @@ def compile_beside(run: Callable[[], object], device: torch.device) -> None:
 
     if _THREADS_BESIDE and _compiles_for(device):
         _start(begin)
+
+
+def _beside_the_call(device: torch.device) -> torch.cuda.StreamContext:
+    """Context of a stream of its own: a copy from the host would wait for the prefill that the call has queued."""
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _start(target: Callable[[], None]) -> list[Thread]:

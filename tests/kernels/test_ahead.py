@@ -32,7 +32,7 @@ from hf_fastdecode.kernels.ahead import compile_beside, compile_in_background, c
 from hf_fastdecode.kernels.pointwise.api import Activation, NormForm, gated, rms_norm
 from hf_fastdecode.kernels.pointwise.kernel import gate, normalize
 
-launched, runs = [], []
+launched, runs, streams = [], [], []
 
 
 def launch(kernel, grid):
@@ -56,6 +56,8 @@ with (
     pretending((9, 0)),
     patch.object(KernelInterface, "__getitem__", launch),
     patch("torch.cuda.device", lambda device: nullcontext()),
+    patch("torch.cuda.Stream", lambda device: streams.append(device)),
+    patch("torch.cuda.stream", lambda stream: nullcontext()),
 ):
     x = torch.empty(3, 4096, dtype=torch.bfloat16, device=CUDA)
     assert compiled_ahead(lambda: run(NormForm.ROUNDED, Activation.SILU), CUDA) == 2
@@ -65,6 +67,7 @@ with (
     assert launched == 2 * ["normalize", "gate"] + ["normalize", "normalize", "gate"], launched
 
     launched.clear()
+    assert not streams
     compile_in_background(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
     for thread in ahead._background:
         thread.join()
@@ -119,6 +122,7 @@ with (
         assert compiled_ahead(lambda: compile_twice() or len(runs), CUDA) == at + 6
     assert launched == 2 * ["normalize", "gate"] and len(compiled) == 2, (launched, compiled)
 
+    assert streams == 4 * [CUDA]  # none begins behind the work that a call has queued
     for begin in (compile_in_background, compile_beside):
         begin(lambda: 1 / 0, CUDA)
     with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
