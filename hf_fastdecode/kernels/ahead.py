@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from importlib import import_module
-from threading import Thread, main_thread
+from threading import Event, Thread, main_thread
 from typing import Any, TypeVar
 
 import torch
@@ -96,6 +96,8 @@ def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Calla
     """
     if not _compiles_for(device):
         return run()
+    for listed in _listing:  # else both would compile what both find missing
+        listed.wait()
     with _compiling(_LeftOut(), device) as left_out:
         result = run()
     for thread in _background:  # which loads kernels, as no thread should during a capture
@@ -110,18 +112,26 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
     """
     if not _compiles_for(device):
         return
+    listed = Event()
 
     def compile_all() -> None:
         try:
             with _beside_the_call(device), _compiling(_LeftOut(everything=True), device):
                 run()
+                listed.set()
         except Exception as error:
             logger.debug("kernels are compiled when they are launched: %s", error)
+        finally:
+            listed.set()
 
-    _background[:] = [other for other in _background if other.is_alive()] + _start(compile_all)
+    if started := _start(compile_all):
+        _background[:] = [other for other in _background if other.is_alive()] + started
+        _listing[:] = [other for other in _listing if not other.is_set()] + [listed]
 
 
 _background: list[Thread] = []
+_listing: list[Event] = []
+"""Set once the kernels of a thread in the background have begun to compile."""
 
 
 def compile_beside(run: Callable[[], object], device: torch.device) -> None:

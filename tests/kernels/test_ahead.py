@@ -96,11 +96,26 @@ with (
         assert compiled_ahead(run_beside, CUDA) == len(runs) == 10
     assert launched == ["normalize", "gate"], launched
 
-    # What compiles beside is launched by no thread, each kernel compiles once, and none once the process ends.
+    # A pass that comes before they are listed waits for that, and compiles none of them once more.
+    def list_late():
+        begun.set()
+        assert not goes_on.wait(0.2)
+        run(NormForm.PLUS_ONE, Activation.GELU, other)
+
     def count(*arguments, **options):
         compiled.append(1)
         return compile_now(*arguments, **options)
 
+    compiled = []
+    for event in (begun, goes_on):
+        event.clear()
+    with patch.object(gate, "compile", count):
+        compile_in_background(list_late, CUDA)
+        assert begun.wait(60)
+        compiled_ahead(lambda: goes_on.set() or run(NormForm.PLUS_ONE, Activation.GELU, other), CUDA)
+    assert len(compiled) == 1, compiled
+
+    # What compiles beside is launched by no thread, each kernel compiles once, and none once the process ends.
     def compile_twice():
         for _ in range(2):
             run(NormForm.WHOLE, Activation.SILU, x.to(torch.float32).as_subclass(Claimed))
@@ -122,7 +137,7 @@ with (
         assert compiled_ahead(lambda: compile_twice() or len(runs), CUDA) == at + 6
     assert launched == 2 * ["normalize", "gate"] and len(compiled) == 2, (launched, compiled)
 
-    assert streams == 4 * [CUDA]  # none begins behind the work that a call has queued
+    assert streams == 5 * [CUDA]  # none begins behind the work that a call has queued
     for begin in (compile_in_background, compile_beside):
         begin(lambda: 1 / 0, CUDA)
     with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
