@@ -8,13 +8,14 @@ compiler of its launchers leave the interpreter to other threads. What fails her
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
-from threading import Thread
+from threading import Event, Thread, main_thread
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ from .device import interpreted, triton_is_installed
 from .failures import Kernel, launching
 
 _MOST_THREADS = 8
+# Threads that compile what nothing waits for: each holds up the interpreter in a tenth of its time.
+_THREADS_BESIDE = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Result = TypeVar("Result")
 
@@ -93,6 +96,8 @@ def compiled_ahead(run: Callable[[], Result], device: torch.device, agree: Calla
     """
     if not _compiles_for(device):
         return run()
+    for listed in _listing:  # else both would compile what both find missing
+        listed.wait()
     with _compiling(_LeftOut(), device) as left_out:
         result = run()
     for thread in _background:  # which loads kernels, as no thread should during a capture
@@ -107,22 +112,64 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
     """
     if not _compiles_for(device):
         return
+    listed = Event()
 
     def compile_all() -> None:
         try:
-            with torch.cuda.device(device), _compiling(_LeftOut(everything=True), device):
+            with _beside_the_call(device), _compiling(_LeftOut(everything=True), device):
                 run()
+                listed.set()
         except Exception as error:
             logger.debug("kernels are compiled when they are launched: %s", error)
+        finally:
+            listed.set()
 
-    thread = Thread(target=compile_all, name="hf_fastdecode_compile")
-    _background[:] = [other for other in _background if other.is_alive()]
-    with suppress(RuntimeError):  # no more threads can be started
-        thread.start()
-        _background.append(thread)
+    if started := _start(compile_all):
+        _background[:] = [other for other in _background if other.is_alive()] + started
+        _listing[:] = [other for other in _listing if not other.is_set()] + [listed]
 
 
 _background: list[Thread] = []
+_listing: list[Event] = []
+"""Set once the kernels of a thread in the background have begun to compile."""
+
+
+def compile_beside(run: Callable[[], object], device: torch.device) -> None:
+    """Begin to compile the kernels that `run` launches, in that order, in threads that nothing waits for.
+
+    They are not loaded. A process ends without those that have not begun.
+    """
+    listed = _Listed()
+
+    def compile_next() -> None:
+        with torch.cuda.device(device):
+            while listed.found and main_thread().is_alive():
+                with suppress(Exception):  # raised once more if it is launched; another thread may take the last
+                    listed.found.popleft()()
+
+    def begin() -> None:
+        with suppress(Exception), _beside_the_call(device):
+            _left_out.set(listed)  # of this thread
+            run()
+        for _ in range(_THREADS_BESIDE):
+            _start(compile_next)
+
+    if _THREADS_BESIDE and _compiles_for(device):
+        _start(begin)
+
+
+def _beside_the_call(device: torch.device) -> torch.cuda.StreamContext:
+    """Context of a stream of its own: a copy from the host would wait for the prefill that the call has queued."""
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def _start(target: Callable[[], None]) -> list[Thread]:
+    """The thread, if it can be started."""
+    thread = Thread(target=target, name="hf_fastdecode_compile")
+    with suppress(RuntimeError):  # no more threads can be started
+        thread.start()
+        return [thread]
+    return []
 
 
 def _compiles_for(device: torch.device) -> bool:
@@ -140,6 +187,23 @@ class _LeftOut:
         found = kernel.warmup(*arguments, grid=grid, **options)
         self.everything |= hasattr(found, "future")  # Triton's FutureKernel
         return self.everything
+
+
+class _Listed(_LeftOut):
+    """Launches that are left out, all of them; lists how to compile each kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(everything=True)
+        self.found = deque[Callable[[], object]]()
+        self._known = set[tuple[Any, ...]]()
+
+    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+        given = [one.dtype if isinstance(one, torch.Tensor) else one for one in arguments]  # whose memory is free now
+        alike = kernel, *(one for one in given if isinstance(one, torch.dtype)), *options.items()
+        if alike not in self._known:
+            self._known.add(alike)
+            self.found.append(partial(kernel.warmup, *given, grid=grid, **options))
+        return True
 
 
 _left_out: ContextVar[_LeftOut | None] = ContextVar("hf_fastdecode_left_out", default=None)

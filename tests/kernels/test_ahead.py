@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead, launch
+from hf_fastdecode.kernels.ahead import compile_beside, compile_in_background, compiled_ahead, launch
 
 from ..fresh_processes import ROOT
 
@@ -18,7 +18,8 @@ OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 ON_A_PRETENDED_GPU = """
 from contextlib import nullcontext
-from threading import Event
+from threading import Event, Thread, enumerate
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -27,11 +28,11 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
 from hf_fastdecode.kernels import ahead
-from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
+from hf_fastdecode.kernels.ahead import compile_beside, compile_in_background, compiled_ahead
 from hf_fastdecode.kernels.pointwise.api import Activation, NormForm, gated, rms_norm
 from hf_fastdecode.kernels.pointwise.kernel import gate, normalize
 
-launched, runs = [], []
+launched, runs, streams = [], [], []
 
 
 def launch(kernel, grid):
@@ -55,6 +56,8 @@ with (
     pretending((9, 0)),
     patch.object(KernelInterface, "__getitem__", launch),
     patch("torch.cuda.device", lambda device: nullcontext()),
+    patch("torch.cuda.Stream", lambda device: streams.append(device)),
+    patch("torch.cuda.stream", lambda stream: nullcontext()),
 ):
     x = torch.empty(3, 4096, dtype=torch.bfloat16, device=CUDA)
     assert compiled_ahead(lambda: run(NormForm.ROUNDED, Activation.SILU), CUDA) == 2
@@ -64,6 +67,7 @@ with (
     assert launched == 2 * ["normalize", "gate"] + ["normalize", "normalize", "gate"], launched
 
     launched.clear()
+    assert not streams
     compile_in_background(lambda: run(NormForm.WHOLE, Activation.GELU_TANH), CUDA)
     for thread in ahead._background:
         thread.join()
@@ -92,10 +96,54 @@ with (
         assert compiled_ahead(run_beside, CUDA) == len(runs) == 10
     assert launched == ["normalize", "gate"], launched
 
-    compile_in_background(lambda: 1 / 0, CUDA)
+    # A pass that comes before they are listed waits for that, and compiles none of them once more.
+    def list_late():
+        begun.set()
+        assert not goes_on.wait(0.2)
+        run(NormForm.PLUS_ONE, Activation.GELU, other)
+
+    def count(*arguments, **options):
+        compiled.append(1)
+        return compile_now(*arguments, **options)
+
+    compiled = []
+    for event in (begun, goes_on):
+        event.clear()
+    with patch.object(gate, "compile", count):
+        compile_in_background(list_late, CUDA)
+        assert begun.wait(60)
+        compiled_ahead(lambda: goes_on.set() or run(NormForm.PLUS_ONE, Activation.GELU, other), CUDA)
+    assert len(compiled) == 1, compiled
+
+    # What compiles beside is launched by no thread, each kernel compiles once, and none once the process ends.
+    def compile_twice():
+        for _ in range(2):
+            run(NormForm.WHOLE, Activation.SILU, x.to(torch.float32).as_subclass(Claimed))
+
+    def wait():
+        while threads := [thread for thread in enumerate() if thread.name == "hf_fastdecode_compile"]:
+            threads[0].join()
+
+    launched.clear()
+    compiled, compile_now, at = [], gate.compile, len(runs)
+    with patch.object(gate, "compile", count), patch.object(normalize, "compile", count):
+        with patch.object(ahead, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False)):
+            compile_beside(compile_twice, CUDA)
+            wait()
+        assert not compiled and len(runs) == at + 2
+        compile_beside(compile_twice, CUDA)
+        wait()
+        assert len(compiled) == 2 and not launched, launched
+        assert compiled_ahead(lambda: compile_twice() or len(runs), CUDA) == at + 6
+    assert launched == 2 * ["normalize", "gate"] and len(compiled) == 2, (launched, compiled)
+
+    assert streams == 5 * [CUDA]  # none begins behind the work that a call has queued
+    for begin in (compile_in_background, compile_beside):
+        begin(lambda: 1 / 0, CUDA)
     with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
-        compile_in_background(lambda: 1 / 0, CUDA)
-        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == 12
+        for begin in (compile_in_background, compile_beside):
+            begin(lambda: 1 / 0, CUDA)
+        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == at + 8
 print("done")
 """
 
@@ -118,7 +166,8 @@ def test_on_a_pretended_gpu(tmp_path: object) -> None:
 def test_elsewhere() -> None:
     """Where no kernel is compiled, a pass runs once, and nothing runs in the background."""
     runs: list[int] = []
-    compile_in_background(lambda: pytest.fail("it ran"), torch.device("cpu"))
+    for begin in (compile_in_background, compile_beside):
+        begin(lambda: pytest.fail("it ran"), torch.device("cpu"))
     assert compiled_ahead(lambda: runs.append(1) or len(runs), torch.device("cpu")) == 1
 
 

@@ -101,6 +101,11 @@ def choose_config(rows: int, widths: Sequence[int], width: int, multiprocessors:
     return Config(block_rows, columns, at_once, 3 if gated else 4, parts)
 
 
+def gains_of_many_rows(columns: Sequence[int], width: int) -> bool:
+    """Whether weights of so many columns gain beyond `MOST_PORTABLE_ROWS` rows."""
+    return len(columns) > 1 or columns[0] < width
+
+
 def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> str | None:
     """Why `row_products` does not serve these tensors, or would gain nothing; None when it does.
 
@@ -113,7 +118,7 @@ def refusal(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
     rows = inputs.numel() // max(1, width)
     if not 1 <= rows <= MOST_ROWS or len(weights) > MOST_WEIGHTS:
         return f"it takes up to {MOST_ROWS} rows and {MOST_WEIGHTS} weights, got {rows} and {len(weights)}"
-    if rows > MOST_PORTABLE_ROWS and len(weights) == 1 and len(weights[0]) >= width:
+    if rows > MOST_PORTABLE_ROWS and not gains_of_many_rows([len(weight) for weight in weights], width):
         return f"beyond {MOST_PORTABLE_ROWS} rows, single weights with as many columns as their width gain nothing"
     if width % _AT_ONCE[-1]:
         return f"it takes widths in multiples of {_AT_ONCE[-1]}, got {width}"
