@@ -13,6 +13,7 @@ from . import api
 
 CHUNK = tl.constexpr(api.CHUNK)
 FACTORS = tl.constexpr(api.FACTORS)
+SUMMED = tl.constexpr(64)  # products that tensor cores add up, of factors in fp32
 
 # Triton's interpreter takes the bits of bf16 operands of a dot for integers.
 _HELD_IN = tl.constexpr(tl.float32 if interpreted() else tl.bfloat16)
@@ -36,7 +37,14 @@ def product(a, b, PARTS: tl.constexpr):
 
     A factor in bf16 is one part, one in fp16 two and one in fp32 three. Products of parts that are smaller than the
     first one of part ``PARTS`` are left out: three make the error that of fp32, two that of 16 bits.
+
+    Tensor cores cut off what sums have beyond fp32 (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA
+    tensor cores, 2021), so that long ones come out too small; those of two factors in fp32 are made of short ones.
     """
+    if a.dtype == tl.float32 and b.dtype == tl.float32 and a.shape[1] > SUMMED:
+        a_low, a_high = tl.split(tl.permute(tl.reshape(a, [a.shape[0], 2, a.shape[1] // 2]), [0, 2, 1]))
+        b_low, b_high = tl.split(tl.permute(tl.reshape(b, [2, b.shape[0] // 2, b.shape[1]]), [1, 2, 0]))
+        return product(a_low, b_low, PARTS) + product(a_high, b_high, PARTS)
     A_PARTS: tl.constexpr = 1 if a.dtype == tl.bfloat16 else (2 if a.dtype == tl.float16 else PARTS)
     B_PARTS: tl.constexpr = 1 if b.dtype == tl.bfloat16 else (2 if b.dtype == tl.float16 else PARTS)
     total = tl.zeros([a.shape[0], b.shape[1]], tl.float32)

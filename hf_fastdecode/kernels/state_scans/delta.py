@@ -25,7 +25,7 @@ READ = tl.constexpr(0)  # of what keys read
 ASK = tl.constexpr(1)  # of what queries read
 WRITE = tl.constexpr(2)  # of what keys write
 BETA = tl.constexpr(3)
-DECAY = tl.constexpr(4)  # of the whole chunk, for each
+DECAY = tl.constexpr(4)  # of the state before the chunk, up to a token
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -92,11 +92,13 @@ def relate(
     tl.store(tile, tl.where(at[:, None] > at[None, :], lower, 0.0))
     tl.store(tile + CHUNK * CHUNK, asked)
     factor = factors + chunk * (FACTORS * CHUNK) + at
-    tl.store(factor + READ * CHUNK, tl.exp(since) * of_keys)
-    tl.store(factor + ASK * CHUNK, tl.exp(since) * of_queries)
-    tl.store(factor + WRITE * CHUNK, tl.exp((total - exact).to(tl.float32)) * of_keys)
+    # In fp64: errors of chunks' decays multiply up, and a GPU's exp in fp32 errs alike for decays that are alike.
+    kept_of_state = tl.exp(exact).to(tl.float32)
+    tl.store(factor + READ * CHUNK, kept_of_state * of_keys)
+    tl.store(factor + ASK * CHUNK, kept_of_state * of_queries)
+    tl.store(factor + WRITE * CHUNK, tl.exp(total - exact).to(tl.float32) * of_keys)
     tl.store(factor + BETA * CHUNK, beta)
-    tl.store(factor + DECAY * CHUNK, tl.exp(total.to(tl.float32)) + at * 0.0)
+    tl.store(factor + DECAY * CHUNK, kept_of_state)
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -222,12 +224,13 @@ def scan(
         solved = tl.load(system + chunk * (2 * CHUNK * CHUNK))
         asked = tl.load(system + chunk * (2 * CHUNK * CHUNK) + CHUNK * CHUNK)
         factor = factors + chunk * (FACTORS * CHUNK) + at
+        last = factors + chunk * (FACTORS * CHUNK) + DECAY * CHUNK + CHUNK - 1
         read, ask = tl.load(factor + READ * CHUNK), tl.load(factor + ASK * CHUNK)
-        write, decay = tl.load(factor + WRITE * CHUNK), tl.load(factors + chunk * (FACTORS * CHUNK) + DECAY * CHUNK)
+        write, whole = tl.load(factor + WRITE * CHUNK), tl.load(last)
         remembered = product(key, state, PARTS) * read[:, None]
         written = product(solved, value.to(tl.float32) - remembered, PARTS)
         found = product(query, state, OUT_PARTS) * ask[:, None] + product(asked, written, OUT_PARTS)
-        state = state * decay + product(tl.trans(key), written * write[:, None], PARTS)
+        state = state * whole + product(tl.trans(key), written * write[:, None], PARTS)
         place_out = out + (token[:, None] * HEADS + head) * V + along_v[None, :]
         tl.store(place_out, found.to(out.dtype.element_ty), mask=held & in_v[None, :])
         chunk += HEADS

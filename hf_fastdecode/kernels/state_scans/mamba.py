@@ -21,7 +21,7 @@ HIGH = tl.constexpr(0)  # of the logarithms of decays up to a token
 LOW = tl.constexpr(1)
 STEP = tl.constexpr(2)
 WRITE = tl.constexpr(3)  # of what a token adds to the state after the chunk
-DECAY = tl.constexpr(4)  # of the whole chunk, for each
+DECAY = tl.constexpr(4)  # of the state before the chunk, up to a token
 
 
 @triton.jit(do_not_specialize=["segments"])
@@ -69,8 +69,9 @@ def relate(
     tl.store(factor + HIGH * CHUNK, high)
     tl.store(factor + LOW * CHUNK, (decay - high.to(tl.float64)).to(tl.float32))
     tl.store(factor + STEP * CHUNK, step)
-    tl.store(factor + WRITE * CHUNK, step * tl.exp((whole - decay).to(tl.float32)))
-    tl.store(factor + DECAY * CHUNK, tl.exp(whole.to(tl.float32)) + at * 0.0)
+    # In fp64: errors of chunks' decays multiply up, and a GPU's exp in fp32 errs alike for decays that are alike.
+    tl.store(factor + WRITE * CHUNK, step * tl.exp(whole - decay).to(tl.float32))
+    tl.store(factor + DECAY * CHUNK, tl.exp(decay).to(tl.float32))
     if head % GROUP == 0:
         group = head // GROUP
         kept = here[:, None] & (along_s < SIZE)[None, :]
@@ -137,13 +138,13 @@ def scan(
         factor = factors + slot * (HEADS * FACTORS * CHUNK)
         high, low = tl.load(factor + HIGH * CHUNK + at), tl.load(factor + LOW * CHUNK + at)
         step, write = tl.load(factor + STEP * CHUNK + at), tl.load(factor + WRITE * CHUNK + at)
-        decay = tl.load(factor + DECAY * CHUNK)
+        decay, whole = tl.load(factor + DECAY * CHUNK + at), tl.load(factor + DECAY * CHUNK + CHUNK - 1)
         # What tokens of the chunk give to later ones, and the state before it to all.
         between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
         weight = tl.where(at[:, None] >= at[None, :], weight * tl.exp(between) * step[None, :], 0.0)
         found = product(weight, number, PARTS)
-        found += product(read, state, PARTS) * tl.exp(high)[:, None] + skip * number.to(tl.float32)
-        state = state * decay + product(tl.trans(given), number.to(tl.float32) * write[:, None], PARTS)
+        found += product(read, state, PARTS) * decay[:, None] + skip * number.to(tl.float32)
+        state = state * whole + product(tl.trans(given), number.to(tl.float32) * write[:, None], PARTS)
         tl.store(out + (token[:, None] * HEADS + head) * WIDTH + along_w[None, :], found, mask=here & in_w[None, :])
         slot += 1
     tl.store(after + place, state, mask=kept)

@@ -105,8 +105,9 @@ def test_scan(case: Case, dtype: torch.dtype) -> None:
     check(case, dtype)
 
 
-def test_scan_in_fp32() -> None:
-    check(SMALL[3], torch.float32)
+@pytest.mark.parametrize("case", [SMALL[3], SMALL[5]], ids=str)
+def test_scan_in_fp32(case: Case) -> None:
+    check(case, torch.float32)
 
 
 def test_steps_that_are_no_numbers_stay_so() -> None:
