@@ -47,7 +47,7 @@ class Captures:
 
     Attributes:
         ahead: The prefill pass that this call has begun.
-        compiling: Numbers of rows, and dtypes, of steps whose kernels have begun to compile while prompts are prefilled.
+        compiling: Numbers of rows, and dtypes, of steps whose kernels began to compile while prompts were prefilled.
         of_other_rows: Whether the kernels of steps of other numbers of rows have begun to compile.
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
