@@ -45,7 +45,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import CHOICES, adding_choices, adding_log_probs, require_scored
+from ..decoding.log_probs import CHOICES, finishing, require_scored
 from ..decoding.loop import decode_shared
 from ..decoding.sampling import generator_state
 from ..decoding.stopping import Stopping
@@ -409,8 +409,7 @@ def decode(
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
     given = logits_processor, stopping_criteria, generation_config, model_kwargs
-    finish = adding_log_probs(model, input_ids, *given, synced_gpus=synced_gpus)
-    finish = adding_choices(model, input_ids, *given[1:], then=finish)
+    finish = finishing(model, input_ids, *given, synced_gpus=synced_gpus)
     call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
