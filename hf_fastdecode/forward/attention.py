@@ -26,9 +26,8 @@ from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
 from ..kernels.invariant.schedule import Queries
-from .nodes import Tree
 from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel_serves
-from .trie import Numbers
+from .trie import Numbers, Tree
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:

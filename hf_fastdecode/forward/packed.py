@@ -19,8 +19,8 @@ from ..generation.fused.modules import FusedModules
 from ..generation.structure import Structure
 from ..instance_methods import Change, Switch
 from .attention import attend
-from .nodes import Tree
 from .reuse import Layers
+from .trie import Tree
 
 _CHECKPOINTS: Final = "_gradient_checkpointing_func", "checkpoint_fn"
 """Attributes with the function that checkpoints: of transformers' modules, and of PyTorch's `CheckpointWrapper`."""

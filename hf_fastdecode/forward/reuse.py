@@ -15,34 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..generation.fingerprint import Fingerprint
-from ..generation.snapshot import pass_settings
-from ..generation.structure import Structure
+from ..generation.fingerprint import ModelThen as ModelThen
 from .trie import Numbers, Row, Trie
 
 Layers = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``."""
-
-
-@dataclass(frozen=True)
-class ModelThen:
-    """A decoder as it was when it computed tokens."""
-
-    fingerprint: Fingerprint
-    settings: Any
-
-    @classmethod
-    def of(cls, decoder: PreTrainedModel, structure: Structure) -> ModelThen:
-        return cls(Fingerprint(decoder, structure.walk), pass_settings(decoder, structure.configs))
-
-    def is_now(self, decoder: PreTrainedModel, structure: Structure) -> bool:
-        """Whether the decoder would still compute the same."""
-        if self.settings != pass_settings(decoder, structure.configs):
-            return False
-        host = self.fingerprint.host_difference(decoder, structure.walk, structure.known)
-        return host is None and self.fingerprint.sampled_difference(structure.walk) is None
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,48 @@ without a place in the batch: nodes of tokens that one of them has stored are no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .nodes import Node, Tree
+from ..generation.prompts.prompt_plan import common_prefix
 
 Numbers = NDArray[np.int64]
+
+
+class Node(NamedTuple):
+    """A run of tokens that lie end to end among all keys.
+
+    Attributes:
+        start: Its first token's index among the keys.
+        length: Its tokens, at least 1.
+        parent: Index of the node that it continues; -1 for none.
+    """
+
+    start: int
+    length: int
+    parent: int
+
+
+class Tree:
+    """Nodes in depth-first order, parents first, end to end: a token sees its node up to itself, and all of its
+    node's ancestors.
+
+    Args:
+        nodes: All nodes.
+        kept: Tokens of the first nodes, whose keys an earlier pass has stored; they have no queries.
+
+    Attributes:
+        plans: What operators derive from the nodes, kept by their keys, for all layers of the pass.
+    """
+
+    def __init__(self, nodes: tuple[Node, ...], kept: int = 0):
+        self.nodes, self.kept = nodes, kept
+        self.plans: dict[Hashable, Any] = {}
 
 
 class Row(NamedTuple):
@@ -184,12 +215,7 @@ def _sorted_by(row: Row) -> tuple[int, bytes]:
 
 def _common(one: Row, other: Row) -> int:
     """How many tokens two rows have in common from their first on."""
-    if one.position != other.position:
-        return 0
-    length = min(len(one.keys), len(other.keys))
-    differ = one.keys[:length] != other.keys[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
+    return 0 if one.position != other.position else common_prefix(one.keys, other.keys)
 
 
 def _joined(parts: Sequence[Numbers]) -> Numbers:

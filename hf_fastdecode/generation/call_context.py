@@ -7,7 +7,7 @@ video and audio are held back in between, by overrides of the methods in which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,18 +25,17 @@ from .._compat import CACHE, ENCODE, setting, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
-from ..parallel.ranks import Offer, Ranks
-from .fingerprint import Fingerprint
+from ..parallel.ranks import Offer, Ranks, described
+from .decoding.sampling import generator_state
+from .fingerprint import ModelThen
 from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
 from .inputs.given import PLAIN, GivenInputs
 from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
 from .options import Options
-from .prompts.prefix_store import ModelNow
 from .report import CallReport
 from .routing.choices import Recorder
-from .snapshot import pass_settings
 from .structure import Structure
 
 Entered = TypeVar("Entered")
@@ -83,7 +82,7 @@ class CallContext:
         scope: Ends with the call; None if its `generate` is not known.
         inputs: Images, videos or audio that the prompts come with.
         places_given: Whether the caller gave positions, which the model makes otherwise.
-        fingerprint: That the prefix store compared the model with in this call; None if it did not.
+        then: The model of the prefix store's nodes, by all that the host can tell this one; None if there is none.
         stock_cache: Makes the cache that stock would begin with.
         loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
         recorder: Records what routers choose, where that is asked for.
@@ -103,7 +102,7 @@ class CallContext:
     scope: CallScope | None = None
     inputs: GivenInputs | None = None
     places_given: bool = False
-    fingerprint: Fingerprint | None = None
+    then: ModelThen | None = None
     stock_cache: Callable[[], Cache | None] = lambda: None
     loop_is_users: bool = False
     recorder: Recorder | None = None
@@ -164,15 +163,45 @@ class CallContext:
         cache.state.division, cache.kept = self.structure.division, self.may_keep_cache
         return cache
 
-    @property
-    def model_now(self) -> ModelNow:
-        model, structure = self.model, self.structure
-        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.division))
-
     def enter_stock_loop(self) -> None:
         """Have another loop go on as in stock, where other calls may use the model's captures."""
         self.state.captures.end_ahead(self.scope)
         self.ranks.watchdog.enter_foreign_loop()
+
+    def compared(self, given: Mapping[str, Tensor], loop: str) -> dict[str, object]:
+        """The fields that processes that compute a model together must give alike.
+
+        One with other prompts or options would run other passes than the others, which ends in an error of the
+        communication library, in a hang, or in tokens that no process would compute alone.
+
+        Args:
+            given: Tensors that `generate` was given, by name.
+            loop: What decodes.
+        """
+        settings = {name: value for name, value in vars(self.config).items() if name != "transformers_version"}
+        fields: dict[str, object] = {"decoding loop": loop}
+        fields |= {name: value for name, value in given.items() if name not in self.arguments}
+        fields |= {name: value for name, value in settings.items() if not name.startswith("_")} | self.arguments
+        fields |= {f"enable(..., {name}=)": value for name, value in vars(self.options).items()}
+        if isinstance(cache := fields.get(CACHE), SharedContextCache):
+            tokens = ", ".join(map(described, cache.segment_tokens))
+            fields[CACHE] = f"{cache!r} of tokens {tokens}" if cache.rows else "an empty SharedContextCache"
+        return fields
+
+    def require_same_draws(self, loop: str) -> None:
+        """Raise ValueError on all ranks if a loop of others would draw other tokens on some of them."""
+        if not self.config.do_sample:
+            return
+        device = self.model.device
+        with self.together() as offer:
+            offer.compare(lambda: {"generator": generator_state(device)})
+        if offer.different:
+            raise ValueError(
+                f"the random generators ({device.type}) of the {self.ranks.count} processes that compute "
+                f"{type(self.model).__name__} together differ, so that this call, which {loop} decodes, would draw "
+                "other tokens on each: call transformers.set_seed(0), or with another number, on all of them before "
+                "generate"
+            )
 
     @property
     def returns_cache(self) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .._compat import stored_of, stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
 from ..instance_methods import STATE_ATTRIBUTE
-from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
+from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state, pass_settings
+from .structure import Structure
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -103,6 +106,29 @@ class Fingerprint:
             return None
         alike = now.keys() == then.keys() and all(torch.equal(now[kind], then[kind]) for kind in now)
         return None if alike else "weights"
+
+
+@dataclass(frozen=True)
+class ModelThen:
+    """A model as it was when it computed tokens; `settings` are what these depend on beyond weights and modules."""
+
+    fingerprint: Fingerprint
+    settings: Hashable
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, structure: Structure) -> ModelThen:
+        return cls(Fingerprint(model, structure.walk), _settings(model, structure))
+
+    def is_now(self, model: PreTrainedModel, structure: Structure, *, sampled: bool = True) -> bool:
+        """Whether the model would still compute the same, by all that the host can tell, and if `sampled`, by that."""
+        host = self.fingerprint.host_difference
+        if self.settings != _settings(model, structure) or host(model, structure.walk, structure.known):
+            return False
+        return not sampled or self.fingerprint.sampled_difference(structure.walk) is None
+
+
+def _settings(model: PreTrainedModel, structure: Structure) -> Hashable:
+    return pass_settings(model, structure.configs), structure.division
 
 
 def _computes_in_order(model: nn.Module) -> bool:

@@ -31,7 +31,7 @@ from ..._compat import CACHE, pad_token
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
-from ..model_state import last_forward_of, owned_by, state_of
+from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -66,22 +66,18 @@ def finishing(
     Raises:
         ValueError: They are asked for, and not to be had of the call's rows.
     """
-    state, call = state_of(model), active_call_of(model)
-    recorders = [one for one in processors if type(one) is TokenLogProbs]
-    scores = state is not None and state.options.log_probs != "auto"
-    if state is not None and scores:
-        for one in (state, *(of_part for _, of_part in owned_by(state, model))):
-            one.last_rows = None  # the steps may need their memory
-        scores = bool(recorders or config.return_dict_in_generate)
-    recorder = None if call is None else call.recorder
-    if not scores and recorder is None:
+    call, recorders = active_call_of(model), [one for one in processors if type(one) is TokenLogProbs]
+    state, recorder = _scoring_state(model), None if call is None else call.recorder
+    if not (recorders or config.return_dict_in_generate):
+        state = None
+    if state is None and recorder is None:
         return lambda output: output
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
     mask = arguments.get("attention_mask")
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
     shown = partial(_shown, mask, Stopping(criteria, prompts.device), pad_token(config))
     add: Callable[[Any], Any] = lambda output: output  # noqa: E731
-    if state is not None and scores:
+    if state is not None:
         why = refusal or reason_of(check_noise, model.modules())
         if synced_gpus:  # rows of other lengths may take another number of passes
             why = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
@@ -110,6 +106,15 @@ def finishing(
         return add(FastDecodeOutput(**{**output, "router_choices": choices}))
 
     return finish
+
+
+def _scoring_state(model: PreTrainedModel) -> ModelState | None:
+    """The state of a model that scores as a trainer does, whose decoder forgets the last pass's rows; else None."""
+    if (state := state_of(model)) is None or state.options.log_probs == "auto":
+        return None
+    for one in (state, *(of_part for _, of_part in owned_by(state, model))):
+        one.last_rows = None  # the steps may need their memory
+    return state
 
 
 def _require_text(what: str, refusal: str | None, otherwise: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteria,
@@ -142,6 +143,28 @@ class Stopping:
             more = more.expand(len(tokens)) if more.dim() == 0 else more
             ended = more if ended is None else ended | more
         return ended
+
+
+class CriteriaOfRank0(StoppingCriteriaList):
+    """Stopping criteria of a loop of transformers' own, all of which end as rank 0's do; a collective each time."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
+        super().__init__(criteria)
+        self._ranks = ranks
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self._ranks.first(super().__call__(input_ids, scores, **kwargs))[0]
+
+
+def agreed_criteria(
+    ranks: Ranks, criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
+) -> StoppingCriteriaList:
+    """Criteria that end a loop of transformers' own alike on all processes, where they could end it otherwise."""
+    if ranks.alone:
+        return criteria
+    config.max_time = None  # the criteria have it; a draft that ended by it would be shorter on one of them
+    alike = ranks.all(not Stopping(criteria, device).differs_by_process) == [True]
+    return criteria if alike else CriteriaOfRank0(criteria, ranks)
 
 
 _STEPS_BETWEEN_POLLS = 8

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..._compat import setting
 from ...attention.overrides import as_stock
 from ...instance_methods import Change
 from ..interception.switches import replaced_calls
@@ -97,12 +98,8 @@ class SharedFeatures:
     @contextmanager
     def of_pass(self) -> Iterator[None]:
         """Context of a pass, in which images of this thread are encoded once."""
-        token = _of_pass.set(self)
-        try:
-            with replaced_calls.on(self._calls):
-                yield
-        finally:
-            _of_pass.reset(token)
+        with setting(_of_pass, self), replaced_calls.on(self._calls):
+            yield
 
     def encode(self, method: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
         """The output of a method of this name for these arguments."""

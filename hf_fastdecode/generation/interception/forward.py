@@ -43,9 +43,7 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
             original = _recorded(model, cache, original)
         if model_state.options.log_probs == "invariant":
             original = partial(model_state.run_invariant, model, original)
-        if not isinstance(labels, Tensor):
-            return original(*args, **kwargs)
-        with with_labels(labels):
+        with with_labels(labels if isinstance(labels, Tensor) else None):
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 

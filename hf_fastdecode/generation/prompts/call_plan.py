@@ -192,7 +192,7 @@ def _kept_cache(call: CallContext, prompts: Prompts, checks_later: bool) -> Shar
         return None
     if keeps_prompts(call):
         store, least = call.state.prefix_store, call.options.min_shared_tokens
-        base, call.fingerprint = store.find(call.model_now, prompts.groups, least=least)
+        base, call.then = store.find(call.model, call.structure, prompts.groups, least=least)
         return base if checks_later or weights_hold(call) else None
     if not call.structure.layout.beyond_tokens:
         call.state.note_prompt(call.model, prompts.groups[0].tokens)
@@ -229,13 +229,13 @@ def weights_hold(call: CallContext, beside: Beside | None = None) -> bool:
     Where they are not, the store is emptied. It takes launches for each parameter: with `beside`, while the device
     computes what a call is to use if they hold.
     """
-    if call.fingerprint is None:
+    if call.then is None:
         return True
     with nullcontext() if beside is None else beside.here():
-        if call.fingerprint.sampled_difference(call.structure.walk) is None:
+        if call.then.fingerprint.sampled_difference(call.structure.walk) is None:
             return True
     call.state.prefix_store.clear()
-    call.fingerprint = None
+    call.then = None
     return False
 
 

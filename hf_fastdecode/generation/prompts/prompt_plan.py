@@ -117,7 +117,7 @@ class StoredPrompts:
 
     def _longest(self, text: bytes) -> int:
         ids = np.frombuffer(text, np.int64)
-        return max((_common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
+        return max((common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
 
     def _neighbours(self, text: bytes) -> list[bytes]:
         """The sorted texts before and after this one, one of which has the longest common prefix."""
@@ -129,7 +129,8 @@ def _bytes(tokens: Tensor) -> bytes:
     return tokens.long().numpy().tobytes()
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many numbers two arrays have in common from their first on."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     place = int(different.argmax()) if length else 0
@@ -284,7 +285,7 @@ def compare_prompts(
     return ComparedPrompts(
         groups,
         [stored.longest_match(group.tokens) for group in groups],
-        [_common_prefix(left, right) for left, right in pairwise(group.tokens.numpy() for group in groups)],
+        [common_prefix(left, right) for left, right in pairwise(group.tokens.numpy() for group in groups)],
         stored.next_segment,
         min_shared_tokens,
         recompute,

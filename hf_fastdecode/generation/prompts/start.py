@@ -212,6 +212,6 @@ def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool)
     if reusable and of_call and not of_gaps and keeps_prompts(call):
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
-                call.model_now, cache, call.options.reused_bytes, found=call.fingerprint
+                call.model, call.structure, cache, call.options.reused_bytes, found=call.then
             )
     call.report.observe_nodes(cache)
