@@ -14,7 +14,12 @@ _WAYS: Final = {
     "log-probs of steps, replayed": "of steps, routing replayed",
     "log-probs of trainer": '`"trainer"`',
     "log-probs of trainer, replayed": '`"trainer"`, routing replayed',
-    "log-probs of invariant steps": '`"invariant"`',
+}
+_ORDERS: Final = {
+    "auto, graph": "steps",
+    "auto, eager": "eager steps",
+    "trainer": '`"trainer"`',
+    "invariant": "kernels of one order, eager",
 }
 _BIN: Final = "from "
 """In front of where a bin of (ratio - 1) begins, in the names of columns of counts."""
@@ -35,9 +40,29 @@ def ratios_table(rows: Sequence[Measurement]) -> str:
         "Tokens whose log-probability has the same bits as TRL's old one, and the largest difference; in parentheses, "
     )
     note += f"if any, tokens with a ratio outside 0.9 to 1.1. At least {fewest:,} tokens each, "
-    note += f"{first['rows']} completions in {first['passes']} mini-batches; {first['program']} (TRL {first['trl']}); "
+    parts = f"{first['passes']} mini-batches" if int(first["passes"]) > 1 else "one mini-batch"
+    note += f"{first['rows']} completions in {parts}; {first['program']} (TRL {first['trl']}); "
     note += f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}."
     return markdown(["model", "precision", "trained", *(_WAYS[way] for way in ways)], lines, note)
+
+
+def orders_table(rows: Sequence[Measurement]) -> str:
+    """A line for each call of a model, and in it of each way: a step, a forward pass, tokens with that pass's bits."""
+    lines = []
+    for of_way in by([row for row in rows if row["ms_per_step"]], "model", "prompts", "context", "samples"):
+        first = next(iter(of_way.values()))
+        call = f"{first['prompts']} x {int(first['context']):,} tokens, {first['samples']} samples"
+        given = [of_way.get(way) for way in _ORDERS]
+        cells = ["" if one is None else f"{one['ms_per_step']} ms; {one['pass_s']} s; {_share(one)}" for one in given]
+        lines.append([first["model"], call, *cells])
+    note = "A step; a forward pass over the finished rows; tokens whose log-probability has the bits of that pass. "
+    note += f"Calls of 128 tokens, medians of 3; {rows[0]['device']}, bfloat16, torch {rows[0]['torch']}, "
+    note += f"transformers {rows[0]['transformers']}."
+    return markdown(["model", "call", *_ORDERS.values()], lines, note)
+
+
+def _share(row: Measurement) -> str:
+    return f"{100 * float(row['same_bits']):g}%"
 
 
 def _agreement(row: Measurement) -> str:

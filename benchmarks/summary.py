@@ -29,7 +29,7 @@ from .programs_table import (
     rollouts_table,
     vllm_table,
 )
-from .ratios import draw_ratios, ratios_table
+from .ratios import draw_ratios, orders_table, ratios_table
 from .readme import draw_readme_figures, readme_rows, readme_table
 from .sampling.cases import sampling_table
 from .slim.cases import slim_table
@@ -87,6 +87,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "grpo steps": grpo_steps_table,
     "grpo steps in brief": grpo_steps_in_brief,
     "ratios": ratios_table,
+    "orders of sums": orders_table,
     "forward in brief": partial(forward_table, brief=True),
     "vllm": vllm_table,
     "families": families_table,

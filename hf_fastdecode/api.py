@@ -17,7 +17,6 @@ from .cache.shared import SharedContextCache
 from .errors import reason_of
 from .forward.decoder import decoder_of
 from .forward.seam import forward as shared_forward
-from .forward.support import require_invariant
 from .generation.foreign_code import held_model
 from .generation.interception.generate import METHODS
 from .generation.interception.switches import Wrapper
@@ -108,9 +107,7 @@ def enable(
         log_probs: Which log-probabilities of drawn tokens `generate` returns, where it is asked for them
             (``return_dict_in_generate``, `TokenLogProbs`): ``auto`` those of the steps that drew them; ``trainer``
             those of a pass over the finished rows, as a trainer runs it, whose hidden states a trainer's own pass
-            without gradients over these rows is then given; ``invariant`` those of steps, by kernels that give a
-            token the same bits in steps and in forward passes of the enabled model, for dense decoders on a GPU: it
-            runs or raises, and steps are eager. See `FastDecodeOutput` and docs/rl.md.
+            without gradients over these rows is then given. See `FastDecodeOutput` and docs/rl.md.
         sequence_parallel: Divide the context of each call between processes (Tree Attention, Shyam et al. 2024,
             section 5): each has the whole model and makes the same calls, stores its part of nodes and suffixes, and
             attends to it; a collective per layer merges the partials. ``"auto"`` divides between the processes of the
@@ -124,8 +121,7 @@ def enable(
         The same model.
 
     Raises:
-        ValueError: An option has an invalid value, `reuse_prefix` fewer bytes than a token of this model, or
-            ``log_probs="invariant"`` does not serve the model, its device or other options.
+        ValueError: An option has an invalid value, or `reuse_prefix` fewer bytes than a token of this model.
         TypeError: `model` neither is nor wraps a transformers model, nor holds exactly one.
     """
     options = Options(
@@ -145,8 +141,6 @@ def enable(
     )
     inner = held_model(model)
     require_room(inner, options)
-    if options.invariant:
-        require_invariant(inner, decoder_of(inner))
     _install(inner, options)
     return model
 

@@ -57,12 +57,6 @@ SUBJECTS: Final = (
         ("forward/",),
     ),
     Subject(
-        "A fixed order of sums",
-        'The model is enabled with `log_probs="invariant"`, whose kernels do not compute this: calls and passes '
-        'raise. Use `log_probs="trainer"`; see [rollouts](rl.md#steps-with-the-bits-of-a-trainers-pass).',
-        ("attention/in_order.py", "generation/fused/invariant.py"),
-    ),
-    Subject(
         "The model, and arguments of the call",
         "The architecture computes attention in a way that a shared cache does not have, the model is in training "
         "mode, or an argument asks for what passes over a shared cache do not compute: leave it out, if you can. "

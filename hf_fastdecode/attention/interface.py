@@ -35,7 +35,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .._compat import setting
 from ..errors import Unsupported
-from .in_order import is_in_order
 from .kv import BidirectionalMask, CausalMask, CrossKV, Scoring, SharedKV, SlidingWindow
 from .overrides import (
     ATTENTION_NAME,
@@ -222,13 +221,12 @@ def shared_context_attention(
     scoring = Scoring(scale, softcap, window, sinks, distances)
     if isinstance(key, CrossKV):
         _show(module, key, attention_mask, sinks)
-    attend = (key.attend, key.attend_in_order)[is_in_order()]
     if autocast_dtype(query.device) is not None:
         query = cast(query)  # as the cache layer did with keys and values
         with no_autocast(query.device):
-            out = attend(query, scoring)
+            out = key.attend(query, scoring)
     else:
-        out = attend(query, scoring)
+        out = key.attend(query, scoring)
     return out.contiguous(), None  # some models take a view of it
 
 

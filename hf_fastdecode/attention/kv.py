@@ -254,10 +254,6 @@ class SharedKV(_NotATensor, ABC):
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
         """Attend ``query`` ``[batch, heads, queries, head_dim]``; returns ``[batch, queries, heads, head_dim]``."""
 
-    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
-        """`attend` in a fixed order of sums, see `in_order`."""
-        raise Unsupported(f"{type(self).__name__} is not attended to in a fixed order of sums")
-
     def attend_as_stored(self, query: Tensor, scoring: Scoring) -> Partial:
         """`attend` with its log-sum-exp, in steps with `expanded` nodes: ``out`` in the query's dtype."""
         raise NotImplementedError

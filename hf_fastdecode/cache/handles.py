@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.forest import Forest, Span
-from ..attention.in_order import is_in_order
 from ..attention.kv import (
     ExpandedKV,
     ForestKV,
@@ -237,15 +236,6 @@ class DecodeKV(SharedKV):
         out, lse = self._run_pytorch(query, scoring)
         return Partial(out.to(query.dtype), lse)
 
-    def attend_in_order(self, query: Tensor, scoring: Scoring) -> Tensor:
-        kv, order, (rows, _, queries, _) = self.append(), self.step.in_order, query.shape
-        runs = [*map(kv.node, order.names), kv.suffix]
-        out, _ = order.attend(query.transpose(1, 2).flatten(0, 1), runs, scoring)
-        if self._is_new("in order"):
-            self.layer.note(scoring)
-            self.layer.report("decode", f"{len(order.names)} node(s) and {rows} suffixes in a fixed order of sums")
-        return out.unflatten(0, (rows, queries))
-
     def append(self) -> ForestKV:
         """Write the new tokens and return all keys and values for PyTorch's operators; reordered rows are copied.
 
@@ -363,24 +353,11 @@ class PrefillKV(SharedKV):
         count, width = query.shape[0], query.shape[2]
         if positions is not None:
             query = packed(query, positions)
-        attend = self._attend_in_order if is_in_order() else self._attend
-        out = attend(query[0], scoring, current).transpose(0, 1)
+        out = self._attend(query[0], scoring, current).transpose(0, 1)
         if positions is None:
             return out.unsqueeze(0)
         spread = out.new_zeros(count * width, *out.shape[1:])  # padding attends to nothing
         return spread.index_copy_(0, positions, out).unflatten(0, (count, width))
-
-    attend_in_order = attend
-
-    def _attend_in_order(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
-        """As `_attend`."""
-        order, parts = current.in_order, [self.keys, self.values]
-        assert current.runs is not None
-        lengths = [run.length for run in current.runs.runs]
-        own = [Segment(*pair) for pair in zip(*(part.split(lengths, 1) for part in parts), strict=True)]
-        out, _ = order.attend(query.transpose(0, 1), [*map(self._stored, order.names), *own], scoring)
-        self.layer.report("prefill", "each node once, in a fixed order of sums")
-        return out.transpose(0, 1)
 
     def _attend(self, query: Tensor, scoring: Scoring, current: Pass) -> Tensor:
         """Attention of packed tokens ``[heads, tokens, head_dim]``, in the query's dtype."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.forest import Forest, Path, Span, joined
-from ..attention.in_order import InOrder
 from ..attention.kv import ExpandedKV, Scoring, Segment, SuffixLengths
 from ..attention.launch.dispatch import Choices
 from ..attention.launch.plan import HeadShape, own_nodes_dominate
@@ -123,14 +122,6 @@ class Pass:
         """Tokens of suffixes that this process stores after a step, see `ForestKV`; waits for a device's lengths."""
         assert self.before is not None
         return self.division.stored_suffixes(self.before.plus(self.queries)).on_host()
-
-    @cached_property
-    def in_order(self) -> InOrder:
-        """What queries attend to, for attention in a fixed order of sums."""
-        if self.runs is not None:
-            return InOrder.of_prefill(self.runs.runs)
-        assert self.stored is not None
-        return InOrder.of_step(self.stored, self.lengths, self.queries)
 
     @cached_property
     def seen(self) -> Tensor | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -21,19 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention.in_order import InOrder, is_in_order
 from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
-from ..kernels.invariant.schedule import Queries
 from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel_serves
 from .trie import Numbers, Tree
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
     """Attend each token to its own node up to itself, and to the node's ancestors; differentiable, in `sinks` too.
-
-    Sums have a fixed order inside `in_order`; those of gradients have not.
 
     Args:
         query: ``[tokens, heads, head_dim]``: of the tree's tokens, in order, without those kept. The last dimension of
@@ -46,11 +41,11 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
     """
     if scoring.distances is not None:
         raise Unsupported("attention with biases by distance has no operator over tokens that rows share")
-    scores, in_order = (scoring.scale, scoring.softcap, scoring.window), is_in_order()
-    name = scores, in_order, query.dtype, query.device, query.shape[1:], key.shape[1:], value.shape[1:]
+    scores = scoring.scale, scoring.softcap, scoring.window
+    name = scores, query.dtype, query.device, query.shape[1:], key.shape[1:], value.shape[1:]
     plan: _Plan | None = tree.plans.get(name)
     if plan is None:
-        plan = tree.plans[name] = _Plan.of(tree, Scoring(*scores), query, key, value, in_order)
+        plan = tree.plans[name] = _Plan.of(tree, Scoring(*scores), query, key, value)
     inputs = query, key, value, scoring.sinks
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in inputs):
         return cast(Tensor, _Attention.apply(plan, *inputs))
@@ -62,30 +57,21 @@ class _Paths:
 
     Attributes:
         longest: Tokens of the longest path.
-        runs: Tokens of each node.
     """
 
     def __init__(self, tree: Tree):
         self._kept = tree.kept
         self._found: dict[Hashable, Any] = {}
-        self.runs = [range(node.start, node.start + node.length) for node in tree.nodes]
+        self._runs = [range(node.start, node.start + node.length) for node in tree.nodes]
         self._ancestors: list[list[int]] = []  # of each node, from the root down
         for node in tree.nodes:
             self._ancestors.append([] if node.parent < 0 else [*self._ancestors[node.parent], node.parent])
-        self._new = [number for number, run in enumerate(self.runs) if run.start >= tree.kept]
+        self._new = [number for number, run in enumerate(self._runs) if run.start >= tree.kept]
         self._readers: dict[int, list[int]] = defaultdict(list)  # new nodes below a node, in order
         for number in self._new:
             for ancestor in self._ancestors[number]:
                 self._readers[ancestor].append(number)
-        self.longest = max(sum(len(self.runs[one]) for one in [*self._ancestors[new], new]) for new in self._new)
-
-    @cached_property
-    def in_order(self) -> InOrder:
-        """The new nodes' tokens, for attention in a fixed order of sums."""
-        lengths = [*map(len, self.runs)]
-        paths = [(*self._ancestors[new], new) for new in self._new]
-        queries = [Queries(path, sum(lengths[one] for one in path[:-1]), lengths[path[-1]]) for path in paths]
-        return InOrder((), lengths, queries)
+        self.longest = max(sum(len(self._runs[one]) for one in [*self._ancestors[new], new]) for new in self._new)
 
     def calls(self, window: int | None, copies: float, device: torch.device) -> list[Call]:
         """Calls over disjoint keys, which are together those that tokens see; the first has all queries, as a slice.
@@ -102,19 +88,19 @@ class _Paths:
         copied = set(self._readers) if window is not None else self._worth_copying(copies)
         own = []
         for number in self._new:
-            before = [self.runs[one] for one in self._ancestors[number] if one in copied]
+            before = [self._runs[one] for one in self._ancestors[number] if one in copied]
             if window is not None:
                 before = _last(before, window - 1)
-            own.append(([self._queries(number)], [*before, self.runs[number]]))
+            own.append(([self._queries(number)], [*before, self._runs[number]]))
         shared: dict[int, list[_Run]] = defaultdict(list)
         for number in sorted(self._readers.keys() - copied):
             queries = _joined(self._queries(reader) for reader in self._readers[number])
-            shared[len(self._ancestors[number])].append((queries, [self.runs[number]]))
+            shared[len(self._ancestors[number])].append((queries, [self._runs[number]]))
         return [_call(own, device, window, causal=True), *(_call(runs, device) for runs in shared.values())]
 
     def _worth_copying(self, copies: float) -> set[int]:
         """Nodes whose keys are to be copied for each node below."""
-        runs = self.runs
+        runs = self._runs
         return {
             number
             for number, readers in self._readers.items()
@@ -134,7 +120,7 @@ class _Paths:
     def _intervals(self, window: int | None) -> list[Tensor]:
         launches: dict[int, list[Numbers]] = defaultdict(list)  # the last launch is 0
         for number in self._new:
-            runs = _joined(self.runs[one] for one in [*self._ancestors[number], number])
+            runs = _joined(self._runs[one] for one in [*self._ancestors[number], number])
             queries = self._queries(number)
             query = np.arange(queries.start, queries.stop)
             position = query - queries.stop + sum(map(len, runs))
@@ -154,7 +140,7 @@ class _Paths:
         return [torch.from_numpy(table.astype(np.int32)) for table in tables]
 
     def _queries(self, number: int) -> range:
-        run = self.runs[number]
+        run = self._runs[number]
         return range(run.start - self._kept, run.stop - self._kept)
 
 
@@ -216,18 +202,16 @@ class _Plan:
     scoring: Scoring
     device: torch.device
     by_kernel: bool
-    in_order: InOrder | None
 
     @classmethod
-    def of(cls, tree: Tree, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor, in_order: bool) -> _Plan:
+    def of(cls, tree: Tree, scoring: Scoring, query: Tensor, key: Tensor, value: Tensor) -> _Plan:
         if (paths := tree.plans.get("paths")) is None:
             paths = tree.plans["paths"] = _Paths(tree)
         if scoring.window is not None and paths.longest <= scoring.window:
             scoring = replace(scoring, window=None)
         operator, device = choose_operator(query, value, scoring), query.device
         with torch.no_grad():  # gradients are the operator's
-            by_kernel = kernel_serves(query, key, value)
-        return cls(paths, operator, scoring, device, by_kernel, paths.in_order if in_order else None)
+            return cls(paths, operator, scoring, device, kernel_serves(query, key, value))
 
     @property
     def calls(self) -> list[Call]:
@@ -236,12 +220,6 @@ class _Plan:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Partial:
         """Attention of all tokens: ``out`` in the query's dtype, ``lse`` ``[heads, tokens]``."""
-        if self.in_order is not None:
-            runs = [
-                (key[run.start : run.stop].transpose(0, 1), value[run.start : run.stop].transpose(0, 1))
-                for run in self.paths.runs
-            ]
-            return self.in_order.attend(query, runs, replace(self.scoring, sinks=sinks))
         if self.by_kernel:
             intervals, scoring = self.paths.intervals(self.scoring.window, self.device), self.scoring
             if (found := attend_by_kernel(query, key, value, intervals, scoring, sinks)) is not None:

@@ -84,8 +84,6 @@ class _PackedKV(SharedKV):
         query, keys, values = (part.squeeze(0).transpose(0, 1) for part in (query, keys, values))
         return attend(query, keys, values, self._tree, scoring).unsqueeze(0)
 
-    attend_in_order = attend
-
 
 def recomputed_inside(
     modules: Iterable[nn.Module], current: Callable[[], Any], inside: Callable[[Any], AbstractContextManager[None]]

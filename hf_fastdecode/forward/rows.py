@@ -34,15 +34,13 @@ class Batch:
         inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
         are_ids: Which of them.
         rows: The real tokens of each row.
-        places_padding: Whether positions count padding at the left, which is any.
-        counts_padding: Whether they do, and rows have different numbers of it.
+        counts_padding: Whether positions count padding at the left, of which rows have different numbers.
         planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
     """
 
     inputs: Tensor
     are_ids: bool
     rows: list[Row]
-    places_padding: bool
     counts_padding: bool
     planes: int
 
@@ -105,8 +103,7 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
         firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]
     keys = _host(inputs) if are_ids else _hashes(inputs)
     read = [Row(row[start:stop], first, start) for row, (start, stop), first in zip(keys, spans, firsts, strict=True)]
-    unplaced = positions is None
-    return Batch(inputs, are_ids, read, unplaced and any(firsts), unplaced and len(set(firsts)) > 1, planes)
+    return Batch(inputs, are_ids, read, positions is None and len(set(firsts)) > 1, planes)
 
 
 def _inputs(given: Mapping[str, Any], least: int) -> Tensor:

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
-from ..attention.overrides import lengths_of_pass
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
 from ..generation.call_context import active_call_of_thread
@@ -49,24 +48,13 @@ def forward(state: ModelState, decoder: PreTrainedModel, /, *args: Any, **kwargs
     """Run a pass without a cache over the distinct tokens of its rows if that saves enough, else the decoder's."""
     original = state.methods.original(decoder, "forward")
     may_replay = state.replayed is not None or state.options.log_probs == "trainer"
-    if cache_in(kwargs) is not None:
-        if state.options.log_probs == "invariant":
-            _check_over_cache(state)
-        return original(*args, **kwargs)
-    if not (state.options.share_forward or may_replay):
+    if cache_in(kwargs) is not None or not (state.options.share_forward or may_replay):
         return original(*args, **kwargs)
     if _is_transformed():
-        state.options.check_stock("pass", "it is compiled, traced or transformed")
         if state.replayed is not None:
             raise ValueError("replay_routing cannot reach routers in passes that are compiled, traced or transformed")
         return original(*args, **kwargs)
     return _forward(state, decoder, original, args, kwargs)
-
-
-def _check_over_cache(state: ModelState) -> None:
-    """Raise ValueError for a pass over a cache that is not ours, where bits are asked for."""
-    if lengths_of_pass() is None:
-        state.options.check_stock("pass", f"it is given a cache of transformers; leave {CACHE} out")
 
 
 def _is_transformed() -> bool:
@@ -89,7 +77,6 @@ def _forward(
         names = list(inspect.signature(type(decoder).forward).parameters)[1:]
         given = named_arguments(names, args, kwargs)
     if cache_in(given) is not None:
-        _check_over_cache(state)
         return original(*args, **kwargs)
     report = state.last_forward = ForwardReport()
     structure = state.structure_of(decoder)
@@ -101,7 +88,6 @@ def _forward(
         try:
             return _shared(state, decoder, original, structure, given, report, routing)
         except Unsupported as error:
-            state.options.check_stock("pass", error)
             report.path, report.reason = "stock", str(error)
         return routing.run(structure, original, *args, **kwargs)
     except BaseException as error:
@@ -125,8 +111,7 @@ def _shared(
     options, last = routing.kept(state.options, state.last_rows)
     state.last_rows = None
     most = _most_kept(options, decoder, given)
-    alone = most > 0 or last is not None or options.invariant
-    batch = _checked_batch(decoder, structure, given, routing, alone=alone)
+    batch = _checked_batch(decoder, structure, given, routing, alone=most > 0 or last is not None)
     if (output := _of_last_rows(last, decoder, structure, batch, given, report)) is not None:
         state.last_rows = last
         return output
@@ -207,10 +192,6 @@ def _found(
     """The batch, without offsets of positions if it then shares more, and what its rows and earlier ones share."""
     kept = before.rows_and_seen if before is not None else ()
     find = partial(Batch.trie, least=options.min_shared_tokens, saving=options.fewest_saved)
-    if options.invariant and batch.places_padding:
-        if not structure.kept("offsets", lambda: knows_distances_alone(decoder)):
-            raise Unsupported("positions count padding, as those of `generate` do not", "pass position_ids")
-        batch = batch.without_offsets
     trie = find(batch, kept=kept)
     if batch.counts_padding and structure.kept("offsets", lambda: knows_distances_alone(decoder)):
         moved = find(batch.without_offsets, kept=kept)
@@ -221,8 +202,6 @@ def _found(
 
 def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
     """Raise `Unsupported` if a pass saves too little, now or for later ones."""
-    if options.invariant:
-        return
     needed = options.fewest_saved
     if options.min_saved_tokens == "auto":
         needed = max(needed, int(_LEAST_SHARE * trie.given))

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from .._compat import global_backward_hooks
 from ..attention.overrides import own_code_of
-from ..errors import Unsupported, reason_of
+from ..errors import Unsupported
 from ..generation.forward_pass import labels_of_pass
-from ..generation.fused.invariant import InvariantModules
 from ..generation.snapshot import ModelWalk
 from ..generation.structure import Structure
 from ..generation.support import check_model, check_state, rope_limit
@@ -36,18 +35,6 @@ def check_decoder(decoder: PreTrainedModel, structure: Structure) -> None:
     if layout.states or layout.cross:
         raise Unsupported("its layers have states, or an encoder's keys and values")
     check_state(structure.walk, keeps_cache=False)
-
-
-def require_invariant(model: PreTrainedModel, decoder: PreTrainedModel | None) -> None:
-    """Raise ValueError unless all passes of a model can compute in a fixed order of sums."""
-    if decoder is None:
-        reason: str | None = "it has no decoder of text whose tokens attend to earlier ones alone"
-    else:
-        structure = Structure(model, fused=InvariantModules)
-        reason = reason_of(lambda: structure.fused) or reason_of(check_decoder, decoder, structure)
-    if reason is not None:
-        name = type(model).__name__
-        raise ValueError(f"log_probs='invariant' does not serve {name}: {reason}; use log_probs='trainer'")
 
 
 _KNOW_DISTANCES_ALONE: Final = frozenset(

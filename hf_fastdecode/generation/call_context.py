@@ -152,9 +152,8 @@ class CallContext:
 
     @property
     def shares_anyway(self) -> bool:
-        """Whether the call shares whatever that saves: with a cache of the caller's, or where only passes of this
-        package divide contexts or have the bits that are asked for."""
-        return self.must_share or self.structure.division.is_divided or self.options.invariant
+        """Whether the call shares whatever that saves: with a cache of the caller's, or to divide each context."""
+        return self.must_share or self.structure.division.is_divided
 
     def fork(self, base: SharedContextCache | None, max_suffix: int) -> SharedContextCache:
         cache = (SharedContextCache() if base is None else base).fork(
@@ -247,7 +246,6 @@ class CallContext:
         if self.must_share and not error.of_prompts:
             remedy = error.remedy or f"leave {CACHE} out"
             raise ValueError(f"this call cannot use a SharedContextCache: {error.what}; {remedy}") from None
-        self.options.check_stock("call", error)
         reason = f"{error}; the given cache is not used" if self.must_share else str(error)
         if unused := self.options.unmet_by_stock:
             reason = f"{reason}; {', '.join(unused)} not used"

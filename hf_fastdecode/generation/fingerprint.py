@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from .._compat import stored_of, stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
-from ..instance_methods import STATE_ATTRIBUTE
 from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state, pass_settings
 from .structure import Structure
 
@@ -46,7 +45,7 @@ class Fingerprint:
         self._own = _own_state(walk)
         self._tables = {index: (len(table), _rows(table, len(table))) for index, table in _tables(walk).items()}
         self._adapters = adapter_state(walk)
-        self._samples, self._in_order = _samples(walk), _computes_in_order(model)
+        self._samples = _samples(walk)
         self._known: object = None
 
     def __getstate__(self) -> dict[str, object]:
@@ -57,7 +56,7 @@ class Fingerprint:
         return self  # immutable, and describes the same model
 
     def difference(self, model: nn.Module, walk: ModelWalk | None = None) -> str | None:
-        """The kind of change: ``weights``, ``adapters``, ``modules`` or ``log_probs``; None if nothing did."""
+        """The kind of change: ``weights``, ``adapters`` or ``modules``; None if nothing did."""
         walk = walk or ModelWalk(model)
         return self.host_difference(model, walk) or self.sampled_difference(walk)
 
@@ -67,8 +66,6 @@ class Fingerprint:
         Args:
             known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
         """
-        if self._in_order != _computes_in_order(model):  # so that tokens have other bits
-            return "log_probs"
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
             versions = [versions for _, versions, _ in self._own[0]]  # all else is known to be the same
@@ -129,11 +126,6 @@ class ModelThen:
 
 def _settings(model: PreTrainedModel, structure: Structure) -> Hashable:
     return pass_settings(model, structure.configs), structure.division
-
-
-def _computes_in_order(model: nn.Module) -> bool:
-    state = vars(model).get(STATE_ATTRIBUTE)
-    return state is not None and bool(state.options.invariant)
 
 
 class ChangedBetween:

@@ -6,7 +6,7 @@ import copy
 import logging
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any
@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from .._compat import local_part, tensor_version
-from ..errors import Unsupported
 from ..instance_methods import STATE_ATTRIBUTE
 from ..log import logger
 from .interception.switches import WrappedMethods, Wrapper
@@ -74,18 +73,6 @@ class ModelState:
 
     def structure_of(self, model: PreTrainedModel) -> Structure:
         return self.structure.of(model, self.options)
-
-    def run_invariant(self, model: PreTrainedModel, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A pass of the model's own method, in which a head computes as in steps."""
-        structure = self.structure_of(model)
-        try:
-            with structure.fused.installed():  # type: ignore[union-attr]
-                return run(*args, **kwargs)
-        except Unsupported as error:
-            self.options.check_stock("pass", error)
-            raise
-        finally:
-            structure.release()
 
     def gathered(self, model: PreTrainedModel) -> AbstractContextManager[tuple[int, float] | None]:
         """Context of a call, for which parameters that processes divide are gathered; see `KeptGathering.call`."""

@@ -20,7 +20,7 @@ Sampler = Literal["auto", "hf", "fast"]
 FuseProjections = Literal["auto", True, False]
 """Values of ``fuse_projections=``."""
 
-LogProbs = Literal["auto", "trainer", "invariant"]
+LogProbs = Literal["auto", "trainer"]
 """Values of ``log_probs=``."""
 
 CHOICES: dict[str, tuple[str | bool, ...]] = {
@@ -76,18 +76,6 @@ class Options:
     log_probs: LogProbs = "auto"
     sequence_parallel: Literal["auto", False] | ProcessGroup | DeviceMesh = False
     peer_timeout: float = 60
-
-    @property
-    def invariant(self) -> bool:
-        """Whether all passes compute in a fixed order of sums, or raise."""
-        return self.log_probs == "invariant"
-
-    def check_stock(self, what: str, reason: object) -> None:
-        """Raise ValueError where a call or pass would run stock for this reason, and its bits are asked for."""
-        if self.invariant:
-            raise ValueError(
-                f"log_probs='invariant' cannot hold for this {what}: {reason}; or use log_probs='trainer'"
-            ) from None
 
     @property
     def reused_bytes(self) -> int:
@@ -163,23 +151,8 @@ class Options:
                 )
             if value not in known or type(value) not in map(type, known):  # 1 is equal to True
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-        if self.invariant:
-            self._check_invariant()
         if self.mode == "eager" and self.fuse_projections is True:
             raise ValueError(
                 "fuse_projections=True cannot run with mode='eager', since only captured steps fuse; use mode='auto' "
                 "or fuse_projections='auto'"
             )
-
-    def _check_invariant(self) -> None:
-        """Let steps run eagerly, which alone have kernels in a fixed order; ValueError for options against that."""
-        others = {"mode": self.mode == "graph", "fuse_projections": self.fuse_projections is True}
-        others |= {"backend": self.backend != "auto", "share_forward": not self.share_forward}
-        others["sequence_parallel"] = self.sequence_parallel is not False
-        for name, differs in others.items():
-            if differs:
-                raise ValueError(
-                    f"log_probs='invariant' computes all passes by kernels of its own, in eager steps, and {name}="
-                    f"{getattr(self, name)!r} asks for others; leave it at its default"
-                )
-        object.__setattr__(self, "mode", "eager")

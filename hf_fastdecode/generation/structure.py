@@ -29,8 +29,7 @@ from ..parallel.sequence import SequenceParallel
 from ..parallel.shards import UNDIVIDED, Undivided
 from ..parallel.watchdog import watchdog_of
 from .forward_pass import input_device
-from .fused.invariant import InvariantModules
-from .fused.modules import FusedModules
+from .fused.modules import FusedModules, runs_kernels
 from .interception.segments import by_segments
 from .interception.switches import Overrides, find_overrides, linear_of_torch, replaced_calls
 from .options import Options
@@ -55,10 +54,9 @@ class Structure:
         division: Undivided = UNDIVIDED,
         peer_timeout: float = float("inf"),
         kept_gathering: KeptGathering | None = None,
-        fused: type[FusedModules] = FusedModules,
     ):
         self._model, self.known, self.division, self._peer_timeout = model, known, division, peer_timeout
-        self._kept_gathering, self._fused = kept_gathering or KeptGathering(), fused
+        self._kept_gathering = kept_gathering or KeptGathering()
         self.configs: list[PreTrainedConfig] = self._configs() if known is None else known.configs
 
     def _configs(self) -> list[PreTrainedConfig]:
@@ -121,16 +119,14 @@ class Structure:
 
     @cached_property
     def fused(self) -> FusedModules | None:
-        """Modules that run as kernels; None where they would not run.
+        """Modules that run as kernels.
 
-        Raises:
-            Unsupported: They must.
+        None where they would not run, and where passes gather parameters: only a module that is called has its own.
         """
-        kind = self._fused
-        if kind.left_out(self._model, gathers=self.gathering is not None):
+        if self.gathering is not None or not runs_kernels(self._model):
             return None
-        found = self.kept(("fused", kind.__name__), lambda: kind(self._model, self.walk.modules).found)
-        return kind(self._model, self.walk.modules, found)
+        found = self.kept("fused", lambda: FusedModules(self._model, self.walk.modules).found)
+        return FusedModules(self._model, self.walk.modules, found)
 
     @cached_property
     def overrides(self) -> Overrides:
@@ -163,7 +159,7 @@ class Structure:
 
     @property
     def fused_names(self) -> str:
-        return self.kept(("fused names", self._fused.__name__), lambda: str(self.fused or ""))
+        return self.kept("fused names", lambda: str(self.fused or ""))
 
     def kept(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
         """The result of `answer`, asked once while the model is untouched; it must not refer to modules or tensors."""
@@ -243,8 +239,7 @@ class KeptStructure:
             division = UNDIVIDED
         elif (division := self._division).group is not group:
             division = self._division = SequenceParallel(group)
-        kind, known = InvariantModules if options.invariant else FusedModules, self._known
-        others = division, options.peer_timeout, self.gathering, kind
+        known, others = self._known, (division, options.peer_timeout, self.gathering)
         if known is not None and not known.watch.touched():
             return Structure(model, known, *others)
         structure = Structure(model, None, *others)

@@ -29,7 +29,6 @@ class Kernel(Enum):
     STATES = "the kernels that update states", "transformers' implementation"
     SCANS = "the kernels that scan many tokens into states", "transformers' implementation"
     LATENTS = "the kernel for queries over latents", "PyTorch's operators"
-    INVARIANT = "the kernels in a fixed order of sums", "nothing"
     POINTWISE = "the kernels for norms, rotary embedding and gated activations", "PyTorch's operators"
 
 

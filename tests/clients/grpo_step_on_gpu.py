@@ -62,11 +62,10 @@ _WAYS = {
     "log-probs of trainer": _Way({"log_probs": "trainer"}, rollout_of_page),
     "log-probs of steps, replayed": _Way({}, _of_steps, replayed=True),
     "log-probs of trainer, replayed": _Way({"log_probs": "trainer"}, rollout_of_page, replayed=True),
-    "log-probs of invariant steps": _Way({"log_probs": "invariant"}, _of_steps),
 }
 
-_BY_NAME = 3
-"""So many ways, the last ones, run only where they are named: two for experts, one for kernels of a GPU."""
+_BY_NAME = 2
+"""So many ways, the last ones, run only where they are named: they are of experts."""
 
 _TINY = {
     "tiny-qwen3": ("qwen3", ARCHITECTURES["qwen3"][1]),

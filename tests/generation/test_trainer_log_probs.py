@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,12 @@ from .test_many_rows import letters
 
 WIDTH, SAMPLES = 70, 4
 PROMPTS = ragged_prompts(WIDTH, 60, shared=40)
+BATCHES = {  # prompts, and samples of each
+    "alike": (PROMPTS, SAMPLES),
+    "apart": (ragged_prompts(WIDTH, 33, 50), 3),
+    "one prompt": (ragged_prompts(WIDTH), 9),
+    "one row": (ragged_prompts(WIDTH), 1),
+}
 ENDS = list(range(3, 10))
 RETURNED = {"return_dict_in_generate": True, "max_new_tokens": 16}
 SAMPLED = RETURNED | {"do_sample": True, "temperature": 0.7, "eos_token_id": ENDS, "num_return_sequences": SAMPLES}
@@ -30,41 +37,47 @@ def enabled(name="qwen3", dtype=torch.float32, **options):
     return fd.enable(tiny_model(name).to(dtype), **{"log_probs": "trainer", "min_saved_tokens": 1} | options)
 
 
-def sampled(model, arguments=CUT):
-    return seeded(lambda: model.generate(**PROMPTS, **arguments))
+def sampled(model, arguments=CUT, prompts=PROMPTS):
+    return seeded(lambda: model.generate(**prompts, **arguments))
 
 
-def rows_of(sequences, *, padded=False):
+def rows_of(sequences, *, padded=False, of=PROMPTS):
     """The rows as a trainer gives them to a model, the log-probabilities that count, and those tokens."""
     tokens = sequences[:, WIDTH:]
     ends = torch.isin(tokens, torch.tensor(ENDS)).long()
     drawn = (tokens != 0).flip(1).cumsum(1).flip(1) > 0 if padded else ends.cumsum(1) == ends
-    prompts = PROMPTS["attention_mask"].repeat_interleave(len(sequences) // 2, 0)
+    prompts = of["attention_mask"].repeat_interleave(len(sequences) // len(of["attention_mask"]), 0)
     return {"input_ids": sequences, "attention_mask": torch.cat([prompts, drawn.long()], 1), "use_cache": False}, drawn
 
 
 def by_trainer(model, rows):
-    logits = model(**rows).logits.float()[:, WIDTH - 1 : -1]
+    logits = model(**rows).logits.float()
+    logits = logits if "logits_to_keep" in rows else logits[:, WIDTH - 1 : -1]
     return logits.log_softmax(-1).gather(2, rows["input_ids"][:, WIDTH:, None])[..., 0].detach()
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("qwen3", torch.float32), ("gpt_oss", torch.float32), ("qwen3", torch.bfloat16)]
+    ("name", "dtype", "batch"),
+    [*product(["qwen3"], [torch.float32, torch.bfloat16], BATCHES), ("gpt_oss", torch.float32, "alike")],
 )
-def test_they_have_the_bits_of_the_models_own_pass(name, dtype):
+def test_they_have_the_bits_of_the_models_own_pass(name, dtype, batch):
     """Of one without gradients and of one with them, over the same rows; each prompt is computed once."""
-    model = enabled(name, dtype)
-    output = sampled(model)
+    prompts, samples = BATCHES[batch]
+    model = enabled(name, dtype, sampler="auto" if batch == "alike" else "hf")
+    output = sampled(model, CUT | {"num_return_sequences": samples}, prompts)
     report = fd.explain(model).last_forward
-    assert report.path == "shared"
-    assert report.computed <= 70 + 60 + 16 * len(output.sequences)
-    rows, drawn = rows_of(output.sequences)
-    assert 0 < drawn.float().mean() < 1
+    rows, drawn = rows_of(output.sequences, of=prompts)
+    if batch == "one row":  # a head adds up a few tokens otherwise than many
+        rows["logits_to_keep"] = torch.arange(WIDTH - 1, output.sequences.shape[1] - 1)
+    else:
+        assert report.path == "shared"
+        assert report.computed <= prompts["attention_mask"].sum() + drawn.sum()
+        assert 0 < drawn.float().mean() < 1
     fd.enable(model, min_saved_tokens=1)
     for gradients in (False, True):
         with torch.set_grad_enabled(gradients):
             expected = by_trainer(model, rows)
-        assert fd.explain(model).last_forward.reason == "rows begin alike"
+        assert fd.explain(model).last_forward.reason == report.reason
         assert torch.equal(output.logprobs, expected.where(drawn, 0.0))
 
 

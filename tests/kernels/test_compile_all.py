@@ -33,7 +33,6 @@ def test_launches_on_a_pretended_gpu() -> None:
     assert done.stdout.split() == [
         "experts",
         "forest_decode",
-        "invariant",
         "latent_queries",
         "pointwise",
         "prefill",

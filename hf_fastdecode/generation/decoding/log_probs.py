@@ -81,15 +81,11 @@ def finishing(
         why = refusal or reason_of(check_noise, model.modules())
         if synced_gpus:  # rows of other lengths may take another number of passes
             why = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
-        what = f"log_probs={state.options.log_probs!r}"
-        _require_text(what, why, "or enable the model with log_probs='auto'")
-        if not state.options.invariant:
-            without = TokenLogProbs, LogitNormalization  # which change no probability
-            others = LogitsProcessorList(one for one in processors if type(one) not in without)
-            sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
-            add = _TrainerLogProbs(model, prompts.shape[1], shown, sampler, recorders)
-        elif not recorders:  # those of steps are a trainer's
-            processors.append(TokenLogProbs())
+        _require_text("log_probs='trainer'", why, "or enable the model with log_probs='auto'")
+        without = TokenLogProbs, LogitNormalization  # which change no probability
+        others = LogitsProcessorList(one for one in processors if type(one) not in without)
+        sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
+        add = _TrainerLogProbs(model, prompts.shape[1], shown, sampler, recorders)
     if call is None or recorder is None:
         return add
     if not config.return_dict_in_generate:
@@ -110,7 +106,7 @@ def finishing(
 
 def _scoring_state(model: PreTrainedModel) -> ModelState | None:
     """The state of a model that scores as a trainer does, whose decoder forgets the last pass's rows; else None."""
-    if (state := state_of(model)) is None or state.options.log_probs == "auto":
+    if (state := state_of(model)) is None or state.options.log_probs != "trainer":
         return None
     for one in (state, *(of_part for _, of_part in owned_by(state, model))):
         one.last_rows = None  # the steps may need their memory
@@ -127,10 +123,10 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     config = arguments.get("generation_config") or model.generation_config
     returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
     asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
-    if asks and (state := state_of(model)) is not None and state.options.log_probs != "auto":
+    if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(
-            f"log_probs={state.options.log_probs!r} is for rows that this package's loop draws, and {why}; ask for "
-            "sequences alone, or enable the model with log_probs='auto'"
+            f"log_probs='trainer' is for rows that this package's loop draws, and {why}; ask for sequences alone, or "
+            "enable the model with log_probs='auto'"
         )
 
 

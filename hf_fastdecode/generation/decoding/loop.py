@@ -395,7 +395,6 @@ def decode_shared(
         prompts=input_ids,
         logits=start.logits,
         computed_in=start.cache.computed_in,
-        by_softmax=call.options.invariant,
         refused=call.structure.kept(("logits that kernels read", *form), lambda: refusal_of_logits(*form)),
     )
     ends = {"stopping_criteria's end tokens": stopping.eos, "max_length": stopping.max_length}
@@ -436,7 +435,7 @@ class FastDecodeOutput(GenerateDecoderOnlyOutput):
     Attributes:
         logprobs: ``[rows, new_tokens]`` fp32: log-probability of each sampled token under the raw logits, natural log,
             0 after a row's end; None with transformers' own sampler, unless the model is enabled with
-            ``log_probs="trainer"`` or ``"invariant"``.
+            ``log_probs="trainer"``.
         processed_logprobs: Likewise in the distribution that it was drawn from: after penalties, temperature, top-k,
             top-p and others; with greedy search after processors alone. A drawn token that top-k, top-p or the like
             would remove by rounding counts as kept. With ``log_probs="trainer"``, and processors of transformers

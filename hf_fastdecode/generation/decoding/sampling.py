@@ -181,15 +181,14 @@ class FastSampler(Sampler):
     Args:
         prompts: ``[rows, width]`` int64.
         logits: The first ones, ``[rows, vocabulary]``.
-        by_softmax: Whether log-probabilities are those of PyTorch's softmax, to the bit.
     """
 
     name = "fast"
 
-    def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool, by_softmax: bool):
+    def __init__(self, chain: Chain, prompts: Tensor, logits: Tensor, *, do_sample: bool):
         from ...kernels.sampling.api import sample, seen_tokens  # needs Triton
 
-        self._sample, self._by_softmax = sample, by_softmax
+        self._sample = sample
         self._settings = chain.settings(logits.device, logits.shape[1], greedy=not do_sample)
         self._seen: Tensor | None = None
         if chain.repetition_penalty != 1:
@@ -218,8 +217,6 @@ class FastSampler(Sampler):
         else:
             self._settings.step.fill_(step)
         tokens, logprobs = self._sample(logits, self._rows[1], self._settings, seen=self._seen, steps=steps)
-        if self._by_softmax:
-            logprobs = logits.float().log_softmax(-1).gather(1, tokens.long()[:, None])[:, 0]
         return Drawn(tokens.to(rows.device), logprobs=logprobs.to(rows.device))  # prompts may stay on the CPU
 
     def forget(self, rows: Tensor) -> None:
@@ -239,7 +236,6 @@ def choose_sampler(
     *,
     computed_in: torch.dtype | None,
     refused: str | None = None,
-    by_softmax: bool = False,
 ) -> tuple[Sampler, str]:
     """Choose the sampler of a call, with the reason; ValueError if ``fast`` was requested and cannot run.
 
@@ -249,7 +245,6 @@ def choose_sampler(
         logits: The first ones, ``[rows, vocabulary]``.
         computed_in: Dtype of keys and values; under autocast it may differ from the logits'.
         refused: Why kernels do not read such logits; None if they do, see `refusal_of_logits`.
-        by_softmax: See `FastSampler`.
     """
     stock = TransformersSampler(processors, do_sample=config.do_sample, rows=len(prompts))
     if asked == "hf":
@@ -262,7 +257,7 @@ def choose_sampler(
         chain = _chain(processors, config, prompts)
         if asked == "auto" and computed_in is not None and computed_in.itemsize > 2:
             raise Unsupported(f"in {str(computed_in).removeprefix('torch.')} a seed gives the same tokens as stock")
-        fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample, by_softmax=by_softmax)
+        fast = FastSampler(chain, prompts, logits, do_sample=config.do_sample)
     except (Unsupported, KernelFailedError) as error:
         if asked == "fast":
             raise ValueError(_CANNOT_DRAW.format(error)) from error

@@ -40,15 +40,13 @@ def runs_kernels(model: PreTrainedModel) -> bool:
 
 
 class FusedModules:
-    """Modules of a model that run as kernels, each tried once per kind of `kinds`.
+    """Modules of a model that run as kernels, each tried once per kind.
 
     Args:
         model: The model; modules with hooks, a `forward` of their own or a compiled one keep their code.
         modules: Its modules, where the caller has them already.
         found: What was `found` for the same modules, which have not changed since.
     """
-
-    kinds: tuple[FusedKind, ...] = _KINDS
 
     def __init__(
         self, model: nn.Module, modules: Iterable[nn.Module] | None = None, found: Sequence[Found] | None = None
@@ -57,13 +55,8 @@ class FusedModules:
         if found is None:
             known = _found.setdefault(model, {})
             none = not triton_is_installed() or _all_have_hooks()
-            found = [] if none else list(_find(self._every, known, self.kinds))
+            found = [] if none else list(_find(self._every, known))
         self.found = found
-
-    @classmethod
-    def left_out(cls, model: PreTrainedModel, *, gathers: bool) -> bool:
-        """Whether none run as kernels: not where passes gather parameters, as only a module called has its own."""
-        return gathers or not runs_kernels(model)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -96,19 +89,19 @@ class FusedModules:
 
 
 class Found(NamedTuple):
-    """A module that runs as a kernel: its number among the model's, its kind and its form."""
+    """A module that runs as a kernel: its number among the model's, its kind (of `_KINDS`) and its form."""
 
     number: int
     kind: FusedKind
     form: Any
 
 
-def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any], among: Sequence[FusedKind]) -> Iterator[Found]:
+def _find(modules: Iterable[nn.Module], known: dict[Hashable, Any]) -> Iterator[Found]:
     kinds: dict[type[nn.Module], list[FusedKind]] = {}  # not kept: a class may get another `forward`
     for number, module in enumerate(modules):
         if (of_class := kinds.get(type(module))) is None:
             stands_in = "forward" in overrides_of(type(module))
-            of_class = kinds[type(module)] = [of for of in among if not stands_in and of.may_be(type(module))]
+            of_class = kinds[type(module)] = [of for of in _KINDS if not stands_in and of.may_be(type(module))]
         for of in of_class:
             if (key := of.key(module)) is None or not is_plain(module):
                 continue

@@ -41,8 +41,6 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
             return original(*args, **kwargs)
         if cache is not None and active_call_of_thread.get() is not None:
             original = _recorded(model, cache, original)
-        if model_state.options.log_probs == "invariant":
-            original = partial(model_state.run_invariant, model, original)
         with with_labels(labels if isinstance(labels, Tensor) else None):
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)

@@ -405,8 +405,7 @@ def _choose_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
         steps, which = min(new_tokens, _MOST_STEPS_EXPECTED), "of this call"
         pays = _STEPS_THAT_PAY_A_CAPTURE_FOR_ONE_CALL
     if options.mode == "eager":
-        asked = "log_probs='invariant'" if options.invariant else "mode='eager'"
-        return "eager", f"{asked} was requested"
+        return "eager", "mode='eager' was requested"
     reason = structure.kept(
         ("capture", options.backend),
         lambda: capture_reason(model, structure.layout, structure.walk, options.backend),

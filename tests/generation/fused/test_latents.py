@@ -44,7 +44,7 @@ def test_which_are_found(name: str) -> None:
 
 def test_layers_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(latents.form_of)
-    monkeypatch.setattr(FusedModules, "kinds", (LATENTS._replace(form_of=counted),))
+    monkeypatch.setattr("hf_fastdecode.generation.fused.modules._KINDS", (LATENTS._replace(form_of=counted),))
     assert len(FusedModules(model_of("without-query-ranks")).modules) == 2
     assert counted.count == 1
 

@@ -20,7 +20,8 @@ from transformers.models.mamba2 import modeling_mamba2
 
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE, is_of_package
-from hf_fastdecode.generation.fused import modules, norms, states, trial
+from hf_fastdecode.generation import structure
+from hf_fastdecode.generation.fused import norms, states, trial
 from hf_fastdecode.generation.fused.modules import FusedModules
 from hf_fastdecode.generation.fused.norms import GATED_NORMS
 from hf_fastdecode.generation.fused.states import STATES
@@ -75,7 +76,7 @@ def test_calls_in_fp32_continue_from_states(scans: Counted, monkeypatch: pytest.
     prompts = ragged_prompts(17, 26, 26, shared=16)
     stock = model.generate(**prompts, **arguments)
     monkeypatch.setattr(states, "runs_fused", lambda x: trial._on.get())
-    monkeypatch.setattr(modules, "runs_kernels", lambda _: True)
+    monkeypatch.setattr(structure, "runs_kernels", lambda _: True)
     with fd.enabled(model, min_saved_tokens=1, min_shared_tokens=8, max_prefill_tokens=12):
         assert torch.equal(model.generate(**prompts, **arguments), stock)
         assert fd.explain(model).last_call.path == "shared"
@@ -136,7 +137,7 @@ def test_memory_of_passes_is_that_with_kernels(monkeypatch: pytest.MonkeyPatch) 
     model = tiny_model_of("NemotronHForCausalLM").half().to(DEVICE)
     with_kernels = []
     for runs in (False, True):
-        monkeypatch.setattr(modules, "runs_kernels", lambda _, runs=runs: runs)
+        monkeypatch.setattr(structure, "runs_kernels", lambda _, runs=runs: runs)
         with fd.enabled(model):
             with_kernels.append(by_rows.most_bytes(model, 64))
     assert with_kernels[1] < with_kernels[0] / 2

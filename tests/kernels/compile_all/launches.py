@@ -18,7 +18,6 @@ from .attention import attend_everything, attend_to_latents, prefill_everything
 from .other_parts import (
     absorb_queries,
     compute_between_products,
-    compute_in_order,
     draw_everything,
     multiply_few_rows,
     run_experts,
@@ -92,7 +91,6 @@ def launches() -> list[Launch]:
         compute_between_products()
         absorb_queries()
         multiply_few_rows()
-        compute_in_order()
         run_experts()
         step_states()
         scan_tokens()

@@ -11,10 +11,7 @@ import torch
 from hf_fastdecode.kernels.experts import api as grouped
 from hf_fastdecode.kernels.experts.api import experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Shared, Weights
-from hf_fastdecode.kernels.invariant.api import _linear, attend, attention_config
-from hf_fastdecode.kernels.invariant.schedule import Tables
 from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
-from hf_fastdecode.kernels.limits import FLOATS
 from hf_fastdecode.kernels.pointwise.api import (
     Activation,
     GatedNormForm,
@@ -97,17 +94,6 @@ def multiply_few_rows() -> None:
             row_products(inputs, [weight] * 2, [None] * 2, dtype=torch.float32)
         for activation in Activation:
             gated_product(inputs, weight, weight, (None, None), activation)
-
-
-def compute_in_order() -> None:
-    """Products of Qwen3-4B and 8B and of a width that tiles do not divide, and attention with heads of all sizes."""
-    for dtype, width, columns, biased in product(FLOATS, (2560, 4096, 2570), (4096, 9728), (False, True)):
-        bias = made(columns, dtype=dtype) if biased else None
-        _linear(made(70, width, dtype=dtype), made(columns, width, dtype=dtype), bias)
-    for dtype, head_dim, (heads, kv_heads) in product(FLOATS, (64, 80, 96, 128), ((32, 8), (8, 8), (7, 1))):
-        query, config = made(70, heads, head_dim, dtype=dtype), attention_config(head_dim, dtype)
-        tables = Tables(0, *(made(*shape, dtype=torch.int32) for shape in ((9, 5), (90, 3), (9, 2), (70, 2))))
-        attend(query, made(9, 6, dtype=torch.int64), [tables], kv_heads, 0.1, config)
 
 
 def run_experts() -> None:
