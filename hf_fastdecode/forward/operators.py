@@ -239,22 +239,15 @@ class Products(Operator):
 
 
 class _Block(NamedTuple):
-    """Scores of some queries of a run for the keys that any of them sees.
-
-    Attributes:
-        rows: The queries; `query`: ``[kv_heads, heads_per_kv_head * rows, head_dim]``.
-        columns: The keys; `keys` and `values`: ``[kv_heads, columns, head_dim]``.
-        scores: ``[kv_heads, heads_per_kv_head * rows, columns]`` in at least fp32; ``-inf`` for keys not seen.
-        slope: Their derivative by the products of queries and keys.
-    """
+    """Scores of some queries of a run (`rows`) for the keys that any of them sees (`columns`)."""
 
     rows: slice
     columns: slice
-    query: Tensor
-    keys: Tensor
+    query: Tensor  # [kv_heads, heads_per_kv_head * rows, head_dim]
+    keys: Tensor  # [kv_heads, columns, head_dim]
     values: Tensor
-    scores: Tensor
-    slope: Tensor | float
+    scores: Tensor  # [kv_heads, heads_per_kv_head * rows, columns] in at least fp32; -inf for keys not seen
+    slope: Tensor | float  # their derivative by the products of queries and keys
 
 
 def _blocks(query: Tensor, keys: Tensor, values: Tensor, call: Call, scoring: Scoring) -> Iterator[_Block]:

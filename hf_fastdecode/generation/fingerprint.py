@@ -201,11 +201,7 @@ def _rows(table: Tensor, length: int) -> Tensor:
 
 
 def _materialized(walk: ModelWalk) -> Iterator[Tensor]:
-    """Parameters that have memory: plain, quantized, or split between processes.
-
-    Offloaded ones are skipped, since they are recreated as other objects. Of those that were gathered for a call
-    (FSDP), the ones that are trained.
-    """
+    """Parameters with memory, of FSDP's the trained ones; offloaded ones, which are recreated, are left out."""
     for parameter in walk.parameters:
         stored = stored_of(parameter)
         if stored.device.type != "meta" and any(part.numel() for part in stored_parts(stored)):

@@ -275,10 +275,7 @@ def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
 
 
 def _of_length_seen(module: nn.Module, name: str) -> bool:
-    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type.
-
-    The scaling without a layer type's name, which transformers sets beside, is read by no pass.
-    """
+    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type."""
     of_length = name == "attention_scaling" or name.endswith(f"_{LENGTH_SEEN}")
     return of_length and isinstance(getattr(module, "rope_type", None), dict)
 

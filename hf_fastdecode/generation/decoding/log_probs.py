@@ -151,20 +151,13 @@ def _refusal(model: PreTrainedModel, mode: GenerationMode) -> str | None:
 
 @dataclass(frozen=True)
 class _TrainerLogProbs:
-    """Log-probabilities of one call.
-
-    Attributes:
-        width: Tokens of the prompts, padding included.
-        shown: Maps finished rows to their mask, see `_shown`.
-        sampler: Its processors.
-        recorders: They get the raw ones.
-    """
+    """Log-probabilities of one call."""
 
     model: PreTrainedModel
-    width: int
-    shown: Callable[[Tensor], Tensor]
+    width: int  # tokens of the prompts, padding included
+    shown: Callable[[Tensor], Tensor]  # maps finished rows to their mask, see `_shown`
     sampler: TransformersSampler
-    recorders: Sequence[TokenLogProbs]
+    recorders: Sequence[TokenLogProbs]  # get the raw ones
 
     @torch.no_grad()
     def __call__(self, output: Any) -> Any:

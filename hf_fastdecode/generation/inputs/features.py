@@ -42,17 +42,11 @@ BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Image(NamedTuple):
-    """An image among one method's arguments.
+    """An image among one method's arguments."""
 
-    Attributes:
-        parts: Its part of each tensor, by name.
-        sums: Of the bits of each part, which equal ones have alike.
-        patches: How many it has, where a grid counts them.
-    """
-
-    parts: dict[str, Tensor]
-    sums: tuple[int, ...]
-    patches: int | None
+    parts: dict[str, Tensor]  # of each tensor, by name
+    sums: tuple[int, ...]  # of the bits of each part, which equal ones have alike
+    patches: int | None  # how many it has, where a grid counts them
 
     def equals(self, other: _Image) -> bool:
         """Whether they are equal bit by bit, so that features are."""
@@ -203,11 +197,7 @@ def _of_images(output: Any, images: Sequence[_Image]) -> list[_Features] | None:
 
 
 def _parts(value: Any, images: Sequence[_Image], *, of_layers: bool) -> list[Any] | None:
-    """The images' parts of a field, see `_Features`; None where it has others.
-
-    Args:
-        of_layers: Whether a list is one of layers, and not of images.
-    """
+    """The images' parts of a field, of which a list is `of_layers` or of images; None where it has others."""
     if isinstance(value, Tensor) and value.dim():
         if any(image.has_padding for image in images):
             return None

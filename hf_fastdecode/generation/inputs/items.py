@@ -72,10 +72,7 @@ def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Map
 def _features_made(
     model: PreTrainedModel, structure: Structure, kind: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> int | None:
-    """How many features the model makes of an item; None where it has no method for it, or that fails.
-
-    An item of one token may fail alone, see `features`, and is encoded twice then.
-    """
+    """How many features the model makes of an item, or of two where one fails, see `features`; None if it cannot."""
     name = f"get_{kind}_features"
     method = next((getattr(one, name) for one in (model.base_model, model) if hasattr(type(one), name)), None)
     if method is None:
@@ -247,10 +244,7 @@ def offsets(counts: Iterable[int]) -> list[int]:
 
 
 def _row_starts(counts: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
-    """Where the items of each row begin, and the end, by the tokens of each item and of each row.
-
-    None where some item has no token, or counts do not add up to the tokens of each row.
-    """
+    """Where the items of each row begin, and the end; None where counts do not add up to the tokens of each row."""
     if not all(count > 0 for count in counts):
         return None
     items = {total: index for index, total in enumerate(offsets(counts))}

@@ -246,14 +246,11 @@ class InputRows:
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:
-        """Which tokens stand for images of each kind whose token is known, ``[given rows, width]`` bool on the CPU.
-
-        In a call with one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
-        """
+        """Which tokens stand for images of each kind whose token is known, ``[given rows, width]`` bool on the CPU."""
         ids = self._ids.cpu()
         held = {kind: ids == token for kind in KINDS if (token := self._token(kind)) is not None}
         seen = [kind for kind, places in held.items() if bool(places.any())]
-        if len(self._kinds) == len(seen) == 1:
+        if len(self._kinds) == len(seen) == 1:  # in GLM-4V, the token of images may stand for videos
             held[next(iter(self._kinds))] = held[seen[0]]
         return held
 

@@ -349,9 +349,6 @@ def _shares_encoder(
     """Whether a call's encoder may run once for equal inputs, which calls that run stock must not notice.
 
     Rows of equal inputs differ by noise, by hooks and by adapters of their own; `check_call` refuses all of these.
-
-    Args:
-        others: Further arguments of `ENCODE`, one of which is the generation config.
     """
     active_call = active_call_of(model)
     config = next((one for one in others if isinstance(one, GenerationConfig)), None)

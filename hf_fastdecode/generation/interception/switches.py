@@ -122,11 +122,7 @@ def _of_class(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Method that calls `wrapper` while the state has this key, with the signature of `original` for generate.
-
-    Once uninstalled, it forwards to the original, since other code's wrappers may still call it.
-    """
-
+    """Method that calls `wrapper` while the state has this key, and then `original`, for wrappers of other code."""
     lasts = name in _LASTING
 
     @functools.wraps(original)

@@ -230,11 +230,7 @@ def _runs(
     continuation: TokensContinue,
     max_tokens: int,
 ) -> Iterator[list[Part]]:
-    """The parts of each pass by rows.
-
-    They are a single pass if it is unknown which images belong to which prompt. One that does not depend on that is
-    found first, since it may take a pass of the encoder to find out.
-    """
+    """The parts of each pass by rows; a single one if it is unknown which images belong to which prompt."""
     images, width = rows.images, rows.inputs.shape[1]
     prompts = whole_prompts(plan, rows, scans=continuation.scans)
     runs = passes(prompts, width, max_tokens)
@@ -244,7 +240,7 @@ def _runs(
         runs = passes_by_input(prompts, rows.inputs_of, *at_once)
     if images is None:
         return runs
-    known = list(runs)
+    known = list(runs)  # first, since it may take a pass of the encoder to find out
     return iter(known if len(known) == 1 or images.apart else [prompts])
 
 

@@ -202,10 +202,7 @@ def _kept_cache(call: CallContext, prompts: Prompts, checks_later: bool) -> Shar
 def _compared(
     call: CallContext, prompts: Prompts, request: Request, base: SharedContextCache | None
 ) -> tuple[SharedContextCache, ComparedPrompts]:
-    """A fork of a cache, or a new one, and the prompts compared with it.
-
-    Prompts that run by rows share nothing with others, unless they begin alike or images say what they share.
-    """
+    """A fork of a cache, or a new one, and the prompts compared with it; not what prompts by rows do not share."""
     cache, stops = call.fork(base, request.new_tokens), request.recompute
     least = call.options.min_shared_tokens
     compared = compare_prompts(prompts.groups, StoredPrompts(cache), min_shared_tokens=least, recompute=stops)

@@ -234,10 +234,7 @@ def _positions_of_last(plan: CallPlan, last: int) -> Tensor:
 
 
 def _expand_to_rows(values: Tensor, positions: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs ``[tokens, ...]`` to so many rows of each group: ``[rows, last, ...]``, 0 for padding.
-
-    `positions`, the tokens' indices, and `real` are ``[groups, last]``; these and `rows` are on the CPU.
-    """
+    """Outputs ``[tokens, ...]`` at positions ``[groups, last]``, of so many rows each: ``[rows, last, ...]``."""
     device = values.device
     spread = values[positions.clamp(0, len(values) - 1).to(device)]
     if not bool(real.all()):

@@ -336,10 +336,9 @@ def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
 
 
 def _check_unkept(call: CallContext, *, kept: bool, hidden: bool, users_loop: bool) -> None:
-    """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
+    """Raise `Unsupported` for a kept cache or hidden states, which know tokens alone, where these do not say all.
 
-    They do with images whose ids do (`ids_of_images`), where the model itself makes positions. Or for hidden states,
-    which are spread to rows by tokens.
+    They do with images whose ids do (`ids_of_images`), where the model itself makes positions.
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:

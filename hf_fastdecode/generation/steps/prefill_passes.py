@@ -144,12 +144,7 @@ def _find(
     make: Callable[[Any], Captured],
     kind: Hashable,
 ) -> Captured | None:
-    """The captured pass for a cache's current items; captured now where that pays and does not fail.
-
-    Args:
-        make: Captures it, in the memory pool that it is given.
-        kind: Passes that are not captured again after a failure that is not for lack of memory.
-    """
+    """The captured pass for a cache's current items; captured now by `make` where that pays and does not fail."""
     found = kept.find(shape, forest, longest)
     if found is not None or not kept.pays(shape, forced=call.options.needs_capture is not None):
         return found
@@ -214,10 +209,7 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
 
 
 def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:
-    """Launch the kernels of a layer's captured step over a forest, for launches that are left out.
-
-    With `merged`, what they compute is merged with expanded nodes.
-    """
+    """Launch the kernels of a layer's captured step over a forest, merged with expanded nodes or not."""
     rows, heads, kv_heads = bucket(forest.rows), store.kv_heads * store.group_size, store.kernel_heads
     rest = store.head_dim - store.value_dim  # of latents
     query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
