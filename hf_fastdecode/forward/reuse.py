@@ -25,21 +25,13 @@ Layers = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What a pass has kept.
+    """What a pass has kept."""
 
-    Attributes:
-        rows: The kept tokens in paths, with where they are stored.
-        layers: Keys and values of the kept tokens.
-        hidden: ``[1, tokens, hidden_size]``: their last hidden states; None if there are none.
-        then: The decoder that computed them, likewise.
-        seen: The rows of the last pass, if it kept none of their tokens.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    layers: Layers = field(default_factory=dict)
-    hidden: Tensor | None = None
-    then: ModelThen | None = None
-    seen: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # the kept tokens in paths, with where they are stored
+    layers: Layers = field(default_factory=dict)  # keys and values of the kept tokens
+    hidden: Tensor | None = None  # [1, tokens, hidden_size]: their last hidden states; None if there are none
+    then: ModelThen | None = None  # the decoder that computed them, likewise
+    seen: list[Row] = field(default_factory=list)  # the rows of the last pass, if it kept none of their tokens
 
     @property
     def rows_and_seen(self) -> list[Row]:

@@ -23,17 +23,11 @@ Numbers = NDArray[np.int64]
 
 
 class Node(NamedTuple):
-    """A run of tokens that lie end to end among all keys.
+    """A run of tokens that lie end to end among all keys."""
 
-    Attributes:
-        start: Its first token's index among the keys.
-        length: Its tokens, at least 1.
-        parent: Index of the node that it continues; -1 for none.
-    """
-
-    start: int
-    length: int
-    parent: int
+    start: int  # its first token's index among the keys
+    length: int  # its tokens, at least 1
+    parent: int  # index of the node that it continues; -1 for none
 
 
 class Tree:
@@ -71,23 +65,14 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens of a node, as the rows see them.
+    """The tokens of a node, as the rows see them."""
 
-    Attributes:
-        parent: Index of the node before it; -1 for none.
-        first: Its first token's index in its rows.
-        length: Its tokens.
-        rows: The rows of the batch that read it.
-        repeats: Whether other rows do, too, or rows of earlier passes did.
-        stored: Where its tokens are stored; None where they are to be computed.
-    """
-
-    parent: int
-    first: int
-    length: int
-    rows: Sequence[int]
-    repeats: bool
-    stored: Numbers | None
+    parent: int  # index of the node before it; -1 for none
+    first: int  # its first token's index in its rows
+    length: int  # its tokens
+    rows: Sequence[int]  # the rows of the batch that read it
+    repeats: bool  # whether other rows do, too, or rows of earlier passes did
+    stored: Numbers | None  # where its tokens are stored; None where they are to be computed
 
 
 @dataclass(frozen=True)

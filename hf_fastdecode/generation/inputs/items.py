@@ -124,18 +124,12 @@ def _marked(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one of `KINDS`.
-
-    Attributes:
-        arguments: By name; entries of all items along the first dimension.
-        sizes: Entries of each item, by the argument's name.
-        merge: How many patches of a grid make a token, by the config; None where it does not say.
-    """
+    """The items of one of `KINDS`."""
 
     kind: str
-    arguments: dict[str, Tensor]
-    sizes: dict[str, list[int]] = field(repr=False)
-    merge: int | None = None
+    arguments: dict[str, Tensor]  # by name; entries of all items along the first dimension
+    sizes: dict[str, list[int]] = field(repr=False)  # entries of each item, by the argument's name
+    merge: int | None = None  # how many patches of a grid make a token, by the config; None where it does not say
 
     @classmethod
     def among(cls, kind: str, arguments: dict[str, Tensor], config: PreTrainedConfig | None = None) -> Items | None:

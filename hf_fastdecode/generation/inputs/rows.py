@@ -21,15 +21,10 @@ from .items import KINDS, CountTokens, Items, by_kind, equal_parts, of_tokens
 
 
 class RowImage(NamedTuple):
-    """An image of a row, or all images of one kind.
+    """An image of a row, or all images of one kind."""
 
-    Attributes:
-        places: Of the tokens that stand for it, in the row's width; int64 on the CPU.
-        parts: What arguments have for it, by name.
-    """
-
-    places: Tensor
-    parts: dict[str, Tensor]
+    places: Tensor  # of the tokens that stand for it, in the row's width; int64 on the CPU
+    parts: dict[str, Tensor]  # what arguments have for it, by name
 
     def equals(self, other: RowImage) -> bool:
         return torch.equal(self.places, other.places) and equal_parts(self.parts, other.parts)

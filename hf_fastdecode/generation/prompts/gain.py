@@ -285,19 +285,13 @@ class ShortCalls:
 
     Such a call runs stock, which is right for any model: of what may have changed since, only that matters which makes
     sharing worth more, and that is asked for.
-
-    Attributes:
-        conditions: What a step's time depends on, and what may add tokens; see `_conditions`.
-        has_encoder: Whether prompts are an encoder's.
-        advises: Whether prompts that begin like those of earlier calls are noticed.
-        estimates: By the loops that `TextCall` tells, on the CPU.
     """
 
     options: Options
-    conditions: tuple[Any, ...]
-    has_encoder: bool
-    advises: bool
-    estimates: Mapping[str, Estimate]
+    conditions: tuple[Any, ...]  # what a step's time depends on, and what may add tokens; see `_conditions`
+    has_encoder: bool  # whether prompts are an encoder's
+    advises: bool  # whether prompts that begin like those of earlier calls are noticed
+    estimates: Mapping[str, Estimate]  # by the loops that `TextCall` tells, on the CPU
     mode_reason: str
 
     @classmethod

@@ -32,16 +32,11 @@ def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """One forward pass over new tokens.
+    """One forward pass over new tokens."""
 
-    Attributes:
-        wanted: Indices of the new tokens that `logits`, ``[wanted, vocabulary]``, belong to.
-        output: The model's output, whose logits may belong to other tokens; None of a captured pass.
-    """
-
-    wanted: list[int]
+    wanted: list[int]  # indices of the new tokens that `logits`, [wanted, vocabulary], belong to
     logits: Tensor
-    output: Any
+    output: Any  # the model's output, whose logits may belong to other tokens; None of a captured pass
 
 
 def packed_passes(

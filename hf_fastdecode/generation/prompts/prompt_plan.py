@@ -26,16 +26,11 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """So many neighbouring rows with the same prompt.
+    """So many neighbouring rows with the same prompt."""
 
-    Attributes:
-        tokens: ``[length]`` int64 on the CPU, without padding.
-        gaps: Whether the mask hides places between the tokens.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # [length] int64 on the CPU, without padding
     count: int
-    gaps: bool = False
+    gaps: bool = False  # whether the mask hides places between the tokens
 
 
 def group_prompts(
@@ -139,21 +134,13 @@ def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Nodes of a batch, and the tokens to prefill.
+    """Nodes of a batch, and the tokens to prefill."""
 
-    Attributes:
-        forest: The rows' paths over stored and new spans.
-        items: Runs of tokens to prefill, parents first, contiguous in the new segment.
-        new_tokens: ``[length]`` ids of the new segment.
-        ends: Index of each group's last token among the new tokens; None if it is stored.
-        groups: For each item, the first group that has its tokens.
-    """
-
-    forest: Forest
-    items: tuple[PrefillItem, ...]
-    new_tokens: Tensor
-    ends: tuple[int | None, ...]
-    groups: tuple[int, ...]
+    forest: Forest  # the rows' paths over stored and new spans
+    items: tuple[PrefillItem, ...]  # runs of tokens to prefill, parents first, contiguous in the new segment
+    new_tokens: Tensor  # [length] ids of the new segment
+    ends: tuple[int | None, ...]  # index of each group's last token among the new tokens; None if it is stored
+    groups: tuple[int, ...]  # for each item, the first group that has its tokens
 
     @property
     def last_tokens(self) -> list[int]:

@@ -23,15 +23,10 @@ Numbers = NDArray[np.int64]
 
 
 class RecordedRow(NamedTuple):
-    """A row of prompt and completion.
+    """A row of prompt and completion."""
 
-    Attributes:
-        ids: ``[length]``: its tokens, without padding.
-        tokens: ``[length]``: where their choices are stored; -1 for the last, which no layer computed.
-    """
-
-    ids: Numbers
-    tokens: Numbers
+    ids: Numbers  # [length]: its tokens, without padding
+    tokens: Numbers  # [length]: where their choices are stored; -1 for the last, which no layer computed
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,23 +50,14 @@ A capture takes as long as two eager passes and some milliseconds, and saves mos
 
 
 class PrefillShape(NamedTuple):
-    """The kind of passes that a captured one serves.
+    """The kind of passes that a captured one serves."""
 
-    Attributes:
-        tokens: Number of tokens, with padding.
-        wanted: Number of tokens to return logits for.
-        several: Whether it takes several runs of tokens.
-        contexts: Whether runs have stored contexts.
-        planes: Planes of positions.
-        fused_rows: Maximum tokens for which projections of the same input run concurrently.
-    """
-
-    tokens: int
-    wanted: int
-    several: bool
-    contexts: bool
-    planes: int
-    fused_rows: int
+    tokens: int  # number of tokens, with padding
+    wanted: int  # number of tokens to return logits for
+    several: bool  # whether it takes several runs of tokens
+    contexts: bool  # whether runs have stored contexts
+    planes: int  # planes of positions
+    fused_rows: int  # maximum tokens for which projections of the same input run concurrently
 
     @classmethod
     def of(

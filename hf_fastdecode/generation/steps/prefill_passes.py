@@ -234,17 +234,11 @@ def _attend_expanded(store: Store, widths: Widths, forest: Forest, dtype: torch.
 
 
 class Failure(NamedTuple):
-    """Why a capture failed.
+    """Why a capture failed."""
 
-    Attributes:
-        reason: The error's first line.
-        out_of_memory: Whether PyTorch's memory did not suffice: fewer rows may be captured.
-        unsupported: Whether it was refused: other rows and lengths may be captured.
-    """
-
-    reason: str
-    out_of_memory: bool
-    unsupported: bool
+    reason: str  # the error's first line
+    out_of_memory: bool  # whether PyTorch's memory did not suffice: fewer rows may be captured
+    unsupported: bool  # whether it was refused: other rows and lengths may be captured
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
