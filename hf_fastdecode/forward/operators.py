@@ -33,23 +33,15 @@ _TILE: Final = 64
 
 @dataclass(frozen=True)
 class Call:
-    """Runs of queries, each of which attends to a run of keys.
+    """Runs of queries, each of which attends to a run of keys."""
 
-    Attributes:
-        queries: Which of the queries it takes, in this order: a slice, or indices int64.
-        keys: Which of the keys.
-        lengths: Of each run of those queries, and of the keys that it attends to; either may be 0.
-        causal: Whether a run's last query is its last key, and each sees the keys up to itself; otherwise it sees all.
-        window: With `causal`: the last so many of these keys; None for all.
-        device: Of the indices.
-    """
-
-    queries: slice | Tensor
-    keys: slice | Tensor
-    lengths: list[tuple[int, int]]
+    queries: slice | Tensor  # which of the queries it takes, in this order: a slice, or indices int64
+    keys: slice | Tensor  # which of the keys
+    lengths: list[tuple[int, int]]  # of each run of those queries, and of the keys that it attends to; either may be 0
+    # Whether a run's last query is its last key, and each sees the keys up to itself; otherwise it sees all.
     causal: bool
-    window: int | None
-    device: torch.device
+    window: int | None  # with `causal`: the last so many of these keys; None for all
+    device: torch.device  # of the indices
 
     @cached_property
     def runs(self) -> list[tuple[slice, slice]]:

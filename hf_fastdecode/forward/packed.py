@@ -30,21 +30,15 @@ _checkpoints = Switch(replaces=True)
 
 @dataclass
 class PackedPass(RowLengths):
-    """A pass over the distinct tokens of a tree, in the place of rows.
+    """A pass over the distinct tokens of a tree, in the place of rows."""
 
-    Attributes:
-        tree: The tokens' nodes.
-        kept: Keys and values of the tree's first tokens in each layer, which are not in the row.
-        keeps: Whether `stored` gets what layers attend to.
-        stored: Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``.
-        layers: Attention layers that have run.
-    """
-
-    tree: Tree = field(default_factory=lambda: Tree(()))
+    tree: Tree = field(default_factory=lambda: Tree(()))  # the tokens' nodes
+    # Keys and values of the tree's first tokens in each layer, which are not in the row.
     kept: Layers = field(default_factory=dict)
-    keeps: bool = False
+    keeps: bool = False  # whether `stored` gets what layers attend to
+    # Keys and values of each layer by its index, [1, kv_heads, tokens, head_dim].
     stored: Layers = field(default_factory=dict)
-    layers: int = 0
+    layers: int = 0  # attention layers that have run
 
     def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
         index = getattr(module, "layer_idx", None)

@@ -77,19 +77,13 @@ def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: Mode
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Last hidden states of all rows of a pass.
+    """Last hidden states of all rows of a pass."""
 
-    Attributes:
-        tokens: ``[length]`` each: the rows' tokens among the distinct ones, by the rows' `_name`.
-        hidden: ``[1, tokens, hidden_size]`` of the distinct tokens.
-        kind: The class of the decoder's output.
-        then: The decoder.
-    """
-
+    # [length] each: the rows' tokens among the distinct ones, by the rows' `_name`.
     tokens: dict[tuple[int, bytes], Numbers]
-    hidden: Tensor
-    kind: type
-    then: ModelThen
+    hidden: Tensor  # [1, tokens, hidden_size] of the distinct tokens
+    kind: type  # the class of the decoder's output
+    then: ModelThen  # the decoder
 
     @classmethod
     def of(cls, rows: Sequence[Row], trie: Trie, output: Any, then: ModelThen) -> KeptRows:

@@ -48,18 +48,12 @@ class Tree:
 
 
 class Row(NamedTuple):
-    """The real tokens of a row.
+    """The real tokens of a row."""
 
-    Attributes:
-        keys: ``[length]``: ids, or other numbers that are equal for equal tokens.
-        position: The first one's position; the others count on from it.
-        column: The first one's column in the batch.
-        stored: ``[length]``: where an earlier pass has stored them, for a row of that; None if it has not.
-    """
-
-    keys: Numbers
-    position: int
-    column: int = 0
+    keys: Numbers  # [length]: ids, or other numbers that are equal for equal tokens
+    position: int  # the first one's position; the others count on from it
+    column: int = 0  # the first one's column in the batch
+    # [length]: where an earlier pass has stored them, for a row of that; None if it has not.
     stored: Numbers | None = None
 
 
@@ -77,26 +71,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Trie:
-    """The distinct tokens of a batch of rows.
+    """The distinct tokens of a batch of rows."""
 
-    Attributes:
-        tree: Their nodes, stored ones first.
-        runs: The same nodes with their rows.
-        places: ``[tokens]``: for each token to compute, in the nodes' order, the place (``row * width + column``) of
-            the batch that it is taken from.
-        positions: ``[tokens]``: its position.
-        index: ``[rows, width]``: for each place of the batch its token among all nodes'; their number for padding.
-        given: Real tokens of all rows.
-        longest: Tokens of the longest row.
-    """
-
-    tree: Tree
-    runs: tuple[Run, ...]
+    tree: Tree  # their nodes, stored ones first
+    runs: tuple[Run, ...]  # the same nodes with their rows
+    # [tokens]: for each token to compute, in the nodes' order, the place (row * width + column) of the batch that it
+    # is taken from.
     places: Numbers
-    positions: Numbers
-    index: Numbers
-    given: int
-    longest: int
+    positions: Numbers  # [tokens]: its position
+    index: Numbers  # [rows, width]: for each place of the batch its token among all nodes'; their number for padding
+    given: int  # real tokens of all rows
+    longest: int  # tokens of the longest row
 
     @property
     def saved(self) -> int:

@@ -71,43 +71,28 @@ class CallScope:
 
 @dataclass
 class CallContext:
-    """One `generate` call of an enabled model.
-
-    Attributes:
-        config: The call's generation config, with lengths prepared.
-        arguments: Model arguments, as `generate` prepared them.
-        report: The call's report, which is written here and never read.
-        mode: How decode steps run: ``eager`` or ``graph``.
-        runs_stock: Whether the call turned out to be unsupported.
-        scope: Ends with the call; None if its `generate` is not known.
-        inputs: Images, videos or audio that the prompts come with.
-        places_given: Whether the caller gave positions, which the model makes otherwise.
-        then: The model of the prefix store's nodes, by all that the host can tell this one; None if there is none.
-        stock_cache: Makes the cache that stock would begin with.
-        loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
-        recorder: Records what routers choose, where that is asked for.
-        options: The model's at the start of the call, unaffected by a concurrent `enable`.
-        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
-        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
-    """
+    """One `generate` call of an enabled model."""
 
     model: PreTrainedModel
     state: ModelState
-    config: GenerationConfig
-    arguments: dict[str, Any]
-    report: CallReport
+    config: GenerationConfig  # the call's generation config, with lengths prepared
+    arguments: dict[str, Any]  # model arguments, as `generate` prepared them
+    report: CallReport  # the call's report, which is written here and never read
     structure: Structure
-    mode: str = "eager"
-    runs_stock: bool = False
-    scope: CallScope | None = None
-    inputs: GivenInputs | None = None
-    places_given: bool = False
+    mode: str = "eager"  # how decode steps run: eager or graph
+    runs_stock: bool = False  # whether the call turned out to be unsupported
+    scope: CallScope | None = None  # ends with the call; None if its `generate` is not known
+    inputs: GivenInputs | None = None  # images, videos or audio that the prompts come with
+    places_given: bool = False  # whether the caller gave positions, which the model makes otherwise
+    # The model of the prefix store's nodes, by all that the host can tell this one; None if there is none.
     then: ModelThen | None = None
-    stock_cache: Callable[[], Cache | None] = lambda: None
-    loop_is_users: bool = False
-    recorder: Recorder | None = None
-    options: Options = field(init=False)
+    stock_cache: Callable[[], Cache | None] = lambda: None  # makes the cache that stock would begin with
+    loop_is_users: bool = False  # whether a custom_generate of the user's decodes, which may keep the cache
+    recorder: Recorder | None = None  # records what routers choose, where that is asked for
+    options: Options = field(init=False)  # the model's at the start of the call, unaffected by a concurrent `enable`
+    # The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
     given: SharedContextCache | None = field(init=False)
+    # Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
     must_share: bool = field(init=False)
     max_prefill_tokens: int = field(init=False)
 

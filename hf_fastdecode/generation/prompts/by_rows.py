@@ -47,25 +47,15 @@ many last positions; None to run the pass eagerly. See `RowPasses`."""
 
 
 class Rows(NamedTuple):
-    """The rows of a call, as its first pass is given them.
+    """The rows of a call, as its first pass is given them."""
 
-    Attributes:
-        inputs: ``[rows, width]`` ids, or ``[rows, width, hidden]`` embeddings.
-        attention_mask: ``[rows, width]``, or None.
-        position_ids: ``[rows or 1, width]``, or ``[planes, rows or 1, width]`` where planes differ.
-        inputs_of: ``[rows]`` int64 on the CPU: which encoder input each row reads, if there are any.
-        numbers: ``[rows]`` on the CPU: which rows of the call these are; None with text alone.
-        images: The images, videos or audio of the call's rows; None for tokens after them.
-        places: ``[rows, width]`` int64 on the CPU: where these tokens are in the call's rows, -1 for padding; None
-            for whole rows.
-    """
-
-    inputs: Tensor
-    attention_mask: Tensor | None
-    position_ids: Tensor
-    inputs_of: Tensor | None = None
-    numbers: Tensor | None = None
-    images: InputRows | None = None
+    inputs: Tensor  # [rows, width] ids, or [rows, width, hidden] embeddings
+    attention_mask: Tensor | None  # [rows, width], or None
+    position_ids: Tensor  # [rows or 1, width], or [planes, rows or 1, width] where planes differ
+    inputs_of: Tensor | None = None  # [rows] int64 on the CPU: which encoder input each row reads, if there are any
+    numbers: Tensor | None = None  # [rows] on the CPU: which rows of the call these are; None with text alone
+    images: InputRows | None = None  # the images, videos or audio of the call's rows; None for tokens after them
+    # [rows, width] int64 on the CPU: where these tokens are in the call's rows, -1 for padding; None for whole rows.
     places: Tensor | None = None
 
     @classmethod

@@ -24,48 +24,32 @@ from .reading import Prompts
 
 @dataclass(frozen=True)
 class Request:
-    """Requirements of a decoding loop on its prefill.
+    """Requirements of a decoding loop on its prefill."""
 
-    Attributes:
-        new_tokens: Maximum tokens appended per row.
-        wanted: Last positions of each prompt to return logits for.
-        recompute: Last tokens of each prompt to compute even if stored; see `compare_prompts`.
-        ends_in_steps: Whether the loop may compute last tokens of prompts as its first step, and prompt tokens of one
-            row alone into its suffix.
-        checks_later: Whether the caller can ask `weights_hold` while the device prefills.
-    """
-
-    new_tokens: int
-    wanted: int = 1
-    recompute: int = 0
+    new_tokens: int  # maximum tokens appended per row
+    wanted: int = 1  # last positions of each prompt to return logits for
+    recompute: int = 0  # last tokens of each prompt to compute even if stored; see `compare_prompts`
+    # Whether the loop may compute last tokens of prompts as its first step, and prompt tokens of one row alone into
+    # its suffix.
     ends_in_steps: bool = False
-    checks_later: bool = False
+    checks_later: bool = False  # whether the caller can ask `weights_hold` while the device prefills
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The plan of a call: its nodes, the tokens to prefill, and the cache.
-
-    Attributes:
-        cache: A new cache, or a fork of the given one or of one in the prefix store (`reuses`).
-        compared: The prompts, compared with each other and with the cache, without what `nodes` leave out.
-        nodes: The nodes, and the tokens to prefill into them.
-        keeps: Whether the prompts are kept for later calls.
-        checks_later: Whether the caller must ask `weights_hold`, since the prefix store was looked into.
-        unshared: Prompt tokens to prefill into suffixes, if any.
-        last_again: Whether each prompt's last token is computed as the first decode step.
-    """
+    """The plan of a call: its nodes, the tokens to prefill, and the cache."""
 
     prompts: Prompts
     request: Request
-    cache: SharedContextCache
+    cache: SharedContextCache  # a new cache, or a fork of the given one or of one in the prefix store (`reuses`)
+    # The prompts, compared with each other and with the cache, without what `nodes` leave out.
     compared: ComparedPrompts
-    nodes: PromptPlan
+    nodes: PromptPlan  # the nodes, and the tokens to prefill into them
     reuses: bool
-    keeps: bool
-    checks_later: bool
-    unshared: UnsharedPrompts | None = None
-    last_again: bool = False
+    keeps: bool  # whether the prompts are kept for later calls
+    checks_later: bool  # whether the caller must ask `weights_hold`, since the prefix store was looked into
+    unshared: UnsharedPrompts | None = None  # prompt tokens to prefill into suffixes, if any
+    last_again: bool = False  # whether each prompt's last token is computed as the first decode step
 
 
 def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:

@@ -44,22 +44,15 @@ _RETURNS_KEYS: Final = "return_shared_kv_states"
 
 @dataclass
 class FirstPassPrompts:
-    """Runs a decoding loop's first pass as a shared prefill.
-
-    Attributes:
-        stock: The cache that transformers would have used; None where the model makes its own.
-        longest: Maximum row length, padding included.
-        loop: Feature that needs another decoding loop, for reports.
-        chunk: The call's ``prefill_chunk_size``, which its config no longer has: the first pass is of whole prompts.
-        checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
-    """
+    """Runs a decoding loop's first pass as a shared prefill."""
 
     call: CallContext
-    stock: Cache | None
-    longest: int
-    loop: str
+    stock: Cache | None  # the cache that transformers would have used; None where the model makes its own
+    longest: int  # maximum row length, padding included
+    loop: str  # feature that needs another decoding loop, for reports
+    # The call's prefill_chunk_size, which its config no longer has: the first pass is of whole prompts.
     chunk: int | None
-    checks_masks: bool
+    checks_masks: bool  # whether to check the masks of later passes: those of a user's loop, or over a returned cache
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.

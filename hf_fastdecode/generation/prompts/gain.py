@@ -205,23 +205,16 @@ def _what_helps(prompts: int, samples: int, reuse_prefix: bool | int) -> str:
 
 @dataclass
 class TextCall:
-    """A call of `generate` that is given a text alone, by the shapes of its arguments.
+    """A call of `generate` that is given a text alone, by the shapes of its arguments."""
 
-    Attributes:
-        ids: ``[prompts, width]``.
-        samples: Most rows of a prompt, of which the call and its configs may give several numbers (`samples_differ`).
-        new_tokens: Most new tokens of a row; None if another setting bounds them.
-        padding: Token that stands for padding where there is no mask.
-        loop: Which loop of `LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [prompts, width]
     mask: Tensor | None
+    # Most rows of a prompt, of which the call and its configs may give several numbers (`samples_differ`).
     samples: int
     samples_differ: bool
-    new_tokens: int | None
-    padding: object
-    loop: str
+    new_tokens: int | None  # most new tokens of a row; None if another setting bounds them
+    padding: object  # token that stands for padding where there is no mask
+    loop: str  # which loop of `LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise
 
     @classmethod
     def among(

@@ -69,33 +69,22 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call.
+    """The prompts of a call."""
 
-    Attributes:
-        ids: ``[rows, width]``; of embeddings, ids that stand for them.
-        row_positions: Positions for passes by rows, ``[..., rows or 1, width]``; None for those of the mask.
-        groups: Neighbouring rows with equal prompts.
-        padded: Whether positions count the padding of prompts.
-        apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
-        tokens_say_all: Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
-        by_rows: Whether prompts run by rows, see `by_rows`.
-        inputs: Encoder inputs, or images that layers attend to, and which one each row reads.
-        prefixes: What the prompts may share and reuse.
-        embeddings: Of ids, if the prompts are embeddings.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [rows, width]; of embeddings, ids that stand for them
     mask: Tensor | None
     positions: Positions
-    row_positions: Tensor | None
-    groups: list[PromptGroup]
-    padded: bool
+    row_positions: Tensor | None  # positions for passes by rows, [..., rows or 1, width]; None for those of the mask
+    groups: list[PromptGroup]  # neighbouring rows with equal prompts
+    padded: bool  # whether positions count the padding of prompts
+    # Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
     apart: bool
+    # Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
     tokens_say_all: bool
-    by_rows: bool
-    inputs: FoundInputs | None = None
-    prefixes: TextPrefixes = TEXT
-    embeddings: Embeddings | None = None
+    by_rows: bool  # whether prompts run by rows, see `by_rows`
+    inputs: FoundInputs | None = None  # encoder inputs, or images that layers attend to, and which one each row reads
+    prefixes: TextPrefixes = TEXT  # what the prompts may share and reuse
+    embeddings: Embeddings | None = None  # of ids, if the prompts are embeddings
 
     @property
     def width(self) -> int:

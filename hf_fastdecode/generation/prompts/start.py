@@ -29,20 +29,15 @@ from .reading import Prompts, read_prompts
 
 @dataclass
 class Start:
-    """State at the start of decoding.
-
-    Attributes:
-        logits: ``[rows, vocabulary]`` after each prompt.
-        positions: ``[rows]`` int64: position of each row's next token.
-        suffix_tokens: ``[rows, tokens]`` int64: last tokens of the prompts that suffixes hold because nodes hold the
-            whole prompts but for them; at most one.
-        unshared: Prompt tokens that suffixes hold because no other row has them; None if nodes hold them.
-    """
+    """State at the start of decoding."""
 
     cache: SharedContextCache
-    logits: Tensor
-    positions: Tensor
+    logits: Tensor  # [rows, vocabulary] after each prompt
+    positions: Tensor  # [rows] int64: position of each row's next token
+    # [rows, tokens] int64: last tokens of the prompts that suffixes hold because nodes hold the whole prompts but for
+    # them; at most one.
     suffix_tokens: Tensor
+    # Prompt tokens that suffixes hold because no other row has them; None if nodes hold them.
     unshared: UnsharedPrompts | None = None
 
 

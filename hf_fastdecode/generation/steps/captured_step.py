@@ -42,22 +42,15 @@ from .graph_capture import CapturedGraph, captured_graph
 
 
 class CaptureOptions(NamedTuple):
-    """Options of a capture, other than the number of rows.
+    """Options of a capture, other than the number of rows."""
 
-    Attributes:
-        fused_rows: Maximum rows for which projections of the same input run concurrently.
-        queries: Tokens of each row.
-        planes: Number of planes of positions that are given; () for positions without planes, or with equal ones.
-        reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
-        records: Whether a step also returns what routers choose.
-    """
-
-    fused_rows: int
+    fused_rows: int  # maximum rows for which projections of the same input run concurrently
     arguments: tuple[tuple[str, Any], ...]
-    queries: int = 1
+    queries: int = 1  # tokens of each row
+    # Number of planes of positions that are given; () for positions without planes, or with equal ones.
     planes: tuple[int, ...] = ()
-    reordered: bool = False
-    records: bool = False
+    reordered: bool = False  # whether suffixes may be reordered, see `SuffixOrigins`
+    records: bool = False  # whether a step also returns what routers choose
 
 
 def bucket(rows: int) -> int:
