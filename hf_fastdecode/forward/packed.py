@@ -114,12 +114,7 @@ _OF_CACHES: Final = frozenset(vars(DynamicCache()))
 
 
 class CacheOfRows(DynamicCache):
-    """transformers' cache of a pass over a packed row, filled when it is first used.
-
-    Args:
-        config: The decoder's.
-        fill: Called with the cache, still empty.
-    """
+    """transformers' cache of a pass over a packed row, filled when it is first used, by `fill`."""
 
     def __init__(self, config: PreTrainedConfig, fill: Callable[[CacheOfRows], None]):
         self._made_by = config, fill, torch.is_grad_enabled()

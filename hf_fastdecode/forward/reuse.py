@@ -50,10 +50,7 @@ class Prefixes:
 def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: ModelThen, most: int) -> Prefixes | None:
     """Keep what later passes may begin with; None if that is nothing, or more than `most` bytes.
 
-    Args:
-        rows: Those of the batch.
-        layers: Keys and values of all nodes' tokens.
-        hidden: ``[1, tokens, hidden_size]`` of all nodes' tokens.
+    Keys, values and hidden states ``[1, tokens, hidden_size]`` are of all nodes' tokens.
     """
     chosen = [number for number, run in enumerate(trie.runs) if run.repeats or run.stored is not None]
     if not chosen:

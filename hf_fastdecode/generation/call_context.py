@@ -157,10 +157,6 @@ class CallContext:
 
         One with other prompts or options would run other passes than the others, which ends in an error of the
         communication library, in a hang, or in tokens that no process would compute alone.
-
-        Args:
-            given: Tensors that `generate` was given, by name.
-            loop: What decodes.
         """
         settings = {name: value for name, value in vars(self.config).items() if name != "transformers_version"}
         fields: dict[str, object] = {"decoding loop": loop}

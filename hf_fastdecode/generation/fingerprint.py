@@ -61,11 +61,8 @@ class Fingerprint:
         return self.host_difference(model, walk) or self.sampled_difference(walk)
 
     def host_difference(self, model: nn.Module, walk: ModelWalk, known: object = None) -> str | None:
-        """The kind of change as far as the host can tell.
-
-        Args:
-            known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
-        """
+        """The kind of change as far as the host can tell; `known` stands for all that is not a number in a tensor:
+        another object whenever any of that has changed."""
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
             versions = [versions for _, versions, _ in self._own[0]]  # all else is known to be the same
@@ -142,13 +139,9 @@ class ChangedBetween:
 def filled_by(
     before: FilledBy | None, model: nn.Module, walk: ModelWalk, known: object = None, *, compares: bool = False
 ) -> FilledBy:
-    """The fingerprint that a kept cache is to keep of the model, which has just computed tokens of it.
+    """The fingerprint that a kept cache, with this one `before`, is to keep of the model that has computed its tokens.
 
-    Args:
-        before: What it remembers already.
-        known: See `Fingerprint.host_difference`.
-        compares: Whether the model may have changed since, as between passes that the user's code runs; compared by
-            what the host can tell.
+    If it `compares`, by what the host can tell, the model may have changed since, as between passes of a user's code.
     """
     if before is None:
         return Fingerprint(model, walk)

@@ -228,22 +228,19 @@ labels_of_pass = _labels.get
 
 
 @cached
-def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The stream for work of one purpose, which runs in order."""
     return torch.cuda.Stream(device)
 
 
 class Beside:
-    """Runs work on a second stream, beside later work of the current one, and after its earlier work.
-
-    Args:
-        device: On devices other than CUDA, work runs at once.
-        purpose: Work of one purpose runs in order, on a stream of its own.
-    """
+    """Runs work on a second stream, one for each purpose, beside later work of the current one, and after its earlier
+    work; on devices other than CUDA, at once."""
 
     def __init__(self, device: torch.device, purpose: str):
         self._stream, self._before = None, None
         if device.type == "cuda":
-            self._stream = _stream(device, purpose)
+            self._stream = stream_for(device, purpose)
             self._before = torch.cuda.current_stream(device).record_event()
 
     @contextmanager

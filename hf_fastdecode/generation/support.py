@@ -130,8 +130,7 @@ def _check_attention(name: str | None) -> None:
 def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
     """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code.
 
-    Args:
-        keeps_cache: Whether passes have a cache, which gradient checkpointing drops.
+    Where passes have a cache, also for gradient checkpointing, which drops it.
     """
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")

@@ -32,11 +32,7 @@ class HostStoppingCriteria(StoppingCriteria):
 
     @abstractmethod
     def is_over(self, length: int) -> bool:
-        """Whether every row ends now; asked once per step.
-
-        Args:
-            length: Tokens per row, prompt included.
-        """
+        """Whether every row ends now, at so many tokens per row, prompt included; asked once per step."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Bool ``[rows]`` for ids ``[rows, length]``, as transformers' loop asks for it."""
@@ -233,8 +229,7 @@ class Decisions:
     def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
         """A step of rank 0's tokens, and its ends where others could see them differently; one collective.
 
-        Args:
-            end: Writes the tokens and asks criteria, on all processes: code of the user's counts calls.
+        `end` writes the tokens and asks criteria, on all processes: code of the user's counts calls.
         """
         leads = not self.ends_alike and self.ranks.rank == 0
         ends = end(drawn) if leads else None
@@ -253,11 +248,8 @@ class Decisions:
         return ends
 
     def reserve(self, cache: SharedContextCache, *, counted: bool) -> None:
-        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short.
-
-        Args:
-            counted: Whether free memory decides, before an allocation fails.
-        """
+        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short;
+        if `counted`, free memory decides before an allocation fails."""
         needed = cache.suffix_length + 1
         if cache.has_room(needed):
             return

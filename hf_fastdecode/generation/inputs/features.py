@@ -73,11 +73,8 @@ class _Features(NamedTuple):
 
 
 class SharedFeatures:
-    """The features of a call's images, of one pass and the pass before.
-
-    Args:
-        counts: Counts the call's images, videos or sounds, by kind, where it is known; asked where a lone one fails.
-    """
+    """The features of a call's images, of one pass and the pass before; where a lone one fails, `counts` tells the
+    number of each kind in the call, as far as it is known."""
 
     def __init__(self, model: PreTrainedModel, counts: Callable[[], Mapping[str, int]] = dict):
         self._counts = counts

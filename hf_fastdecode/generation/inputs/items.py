@@ -169,11 +169,7 @@ class Items:
         return {name: offsets(sizes) for name, sizes in self.sizes.items()}
 
     def starts(self, tokens: Sequence[int], count_tokens: CountTokens) -> list[int] | None:
-        """Where the items of each row begin, and the end; None where that is not known.
-
-        Args:
-            tokens: Placeholder tokens of each row.
-        """
+        """Where the items of rows with so many placeholder tokens begin, and the end; None where it is not known."""
         if len(self) == len(tokens) and all(tokens):
             return list(range(len(tokens) + 1))
         counts = self.counts(tokens, count_tokens)

@@ -127,8 +127,7 @@ class InputRows:
     def images_of(self, given: int) -> Iterator[RowImage]:
         """The images of a given row: each by itself where it is known how many tokens it has, else all of a kind.
 
-        Raises:
-            Unsupported: An argument is not known to belong to tokens of the row.
+        Raises `Unsupported` if an argument is not known to belong to tokens of the row.
         """
         if self.unclear is not None:
             raise Unsupported(f"it is not known which tokens the argument {self.unclear!r} belongs to")

@@ -232,8 +232,7 @@ class Overrides:
     def installed(self) -> Iterator[None]:
         """Context in which passes over a shared-context cache, of this thread, run them.
 
-        Raises:
-            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
+        Raises `Unsupported` if a module has a hook or a method of its own, or a compiled call, which would not run.
         """
         for one in self.found:
             _require_plain(self._modules[one.number], one.name)

@@ -75,11 +75,7 @@ def _agreed(plan: CallPlan) -> dict[str, object]:
 
 
 def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
-    """The plan of a call with these prompts.
-
-    Raises:
-        ValueError: The caller's cache does not fit the prompts or the model.
-    """
+    """The plan of a call with these prompts; raises ValueError if the caller's cache does not fit."""
     # Several processes would have to agree on what they find later.
     later = request.checks_later and call.alone and call.given is None
     cache, compared, reuses = _find_shared(call, prompts, request, later)

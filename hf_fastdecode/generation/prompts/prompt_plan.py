@@ -75,10 +75,7 @@ def _selected(table: Tensor, rows: list[int]) -> Tensor:
 
 
 class StoredPrompts:
-    """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection.
-
-    The cache has empty suffixes.
-    """
+    """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection."""
 
     def __init__(self, cache: SharedContextCache):
         self.next_segment = len(cache.segment_tokens)
@@ -322,10 +319,7 @@ class TokensContinue:
         return _divided(item, range(0, item.span.length, most))
 
     def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
-        """Why a prompt reuses less than half of a given cache, of which it holds so many tokens.
-
-        It diverges early, e.g. because it was tokenized separately.
-        """
+        """Why a prompt reuses less than half of a given cache: it diverges early, as one tokenized separately."""
         if 2 * held >= min(shortest, prompt):
             return None
         return f"{held} of the {shortest} or more tokens of the given cache; the rest of it is prefilled"

@@ -166,11 +166,9 @@ def passes_of(
     tokens: Sequence[int],
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
-    """Compute a plan's nodes into a cache, pass by pass.
+    """Compute a plan's nodes into a cache, pass by pass, with further arguments of `prefill_passes`.
 
-    Args:
-        tokens: Indices of the new tokens to return logits for, ascending; by rows, those of the plan's last positions.
-        arguments: Further ones of `prefill_passes`.
+    Logits are of the new `tokens` with these indices, ascending; by rows, of the plan's last positions.
     """
     prompts, rows = plan.prompts, plan.prompts.distinct_rows() if plan.prompts.by_rows else None
     if prompts.embeddings is not None:

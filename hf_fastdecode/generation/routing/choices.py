@@ -80,11 +80,7 @@ class RouterChoices:
 
 
 class Recorder:
-    """What routers choose in the passes of a call, in all of which its rows are the same.
-
-    Attributes:
-        made: The choices of the finished rows; None before.
-    """
+    """What routers choose in a call's passes, all of the same rows; `made` when these are finished, None before."""
 
     def __init__(self, model: nn.Module):
         self._routers = routers_of(model)

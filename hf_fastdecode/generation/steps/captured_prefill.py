@@ -175,9 +175,8 @@ Captured = TypeVar("Captured", bound=_Captured)
 class CapturedPrefills(Generic[Captured]):
     """The captured prefill passes of one kind and model, part of its `Captures`.
 
-    Args:
-        most: Most that are kept; as many as `_MOST_PASSES` when None.
-        one_of_a_shape: Whether there is no second one of a shape, where the first does not fit.
+    At `most` so many are kept, `_MOST_PASSES` by default; if `one_of_a_shape`, no second one where the first does not
+    fit.
 
     Attributes:
         count: Number of captures made.
@@ -279,11 +278,7 @@ class CapturedRows:
 
     Such a pass takes the host longer, to launch the kernels of all layers, than the device to run them. Inputs have
     one length, as recordings do, and prompts too, without padding; others run eagerly. Keys and values of both are
-    stored, see `cache.captured_prefill.PaddedRows`.
-
-    Args:
-        cache: The cache of the pass to capture with, whose items are being prefilled.
-        longest: Tokens of the longest row by the end of the call.
+    stored, see `cache.captured_prefill.PaddedRows`. Arguments are as for `CapturedPrefill`.
     """
 
     def __init__(

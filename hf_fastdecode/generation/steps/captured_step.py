@@ -199,11 +199,7 @@ _FEWEST_ORIGINS = 256
 
 
 class OutputFields:
-    """The tensors of a pass's output, and how the output is made of them.
-
-    Args:
-        shape: Rows and tokens, the first two dimensions of each tensor.
-    """
+    """The tensors ``[rows, tokens, ...]``, of such a `shape`, of a pass's output, and how it is made of them."""
 
     def __init__(self, shape: tuple[int, int]):
         self._shape = shape

@@ -49,9 +49,7 @@ _BY_ROWS = "prefill by rows"
 class PrefillPasses:
     """Captured packed prefill of one call, which holds the lock of the model's captures.
 
-    Args:
-        refresh: Drops captures that the model's state has outdated.
-        fused_rows: Maximum tokens for which projections of the same input run concurrently.
+    `refresh` drops captures that the model's state has outdated; see `PrefillShape` for `fused_rows`.
     """
 
     def __init__(self, call: CallContext, refresh: Callable[[], None], fused_rows: int):
