@@ -46,7 +46,7 @@ class Batch:
         return self.inputs.shape[1]
 
     def trie(self, *, least: int, saving: int, kept: Sequence[Row] = ()) -> Trie:
-        """What rows share with each other and kept ones, see `build_trie`; `Unsupported` for embeddings of one hash."""
+        """What rows and kept ones have in common, see `build_trie`; `Unsupported` for embeddings of one hash."""
         trie = build_trie(self.rows, self.width, least=least, saving=saving, kept=kept)
         if not self.are_ids:
             flat, index = self.inputs.flatten(0, 1), torch.from_numpy(trie.index.reshape(-1))
