@@ -173,9 +173,6 @@ class CallReport:
                 kind, ranks, layers = "sequence", division.ranks, len(cache.attention_layers)
             self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
-    def begin_again(self) -> None:
-        self.captured_prefill_tokens, self.known_tokens = 0, None
-
     def fail(self, error: BaseException) -> None:
         self.path, self.reason = "failed", type(error).__name__
         with suppress(Exception):  # a failing __str__ must not mask the error

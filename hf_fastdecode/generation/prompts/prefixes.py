@@ -42,9 +42,6 @@ from .prompt_plan import (
 _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
-UNCONTINUED: Final = "layers of their own attend to images, which no kept cache holds"
-"""Why a call with such images takes no cache."""
-
 _IDS = 4  # of 62 bits each
 
 
@@ -113,7 +110,7 @@ class LayerImages(_OfInputs):
         super().__init__(call)
         self._mask = mask
         if call.must_share:
-            raise Unsupported(UNCONTINUED)
+            raise Unsupported("layers of their own attend to images, which no kept cache holds")
 
     def inputs(self, rows: Sequence[int]) -> FoundInputs:
         text, vision = self._call.structure.text_config, self._call.model.config.vision_config

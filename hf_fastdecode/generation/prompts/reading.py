@@ -31,9 +31,6 @@ _FEW = 1 << 17
 
 _WHOLE: Final = (torch.int32, torch.int64, torch.bool)
 
-PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
-"""Reason where positions count padding, or a model makes them; a kept cache knows neither."""
-
 
 class Embeddings(NamedTuple):
     """Embeddings ``[rows, width, hidden]`` and negative ids ``[rows, width]``, equal for bitwise equal vectors.
@@ -194,7 +191,7 @@ def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None
     """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
     if apart and (kept or hidden):
         what = "hidden states are asked for" if hidden else "the call's cache would be kept"
-        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
+        raise Unsupported(f"tokens have other positions than those counted from a row's first, and {what}")
     if by_rows and hidden:
         raise Unsupported("output_hidden_states is not accelerated yet for prompts by rows, as of an encoder's inputs")
 

@@ -86,7 +86,7 @@ def _planned(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
 
 
 def _begin_again(call: CallContext, passes: CallPasses, prompts: Prompts, request: Request) -> tuple[CallPlan, Start]:
-    call.report.begin_again()
+    call.report.captured_prefill_tokens, call.report.known_tokens = 0, None
     plan = planned_alike(call, partial(_planned, call, prompts, replace(request, checks_later=False)))
     return plan, _begin(call, passes, plan)
 
