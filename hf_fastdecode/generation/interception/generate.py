@@ -138,10 +138,8 @@ def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str
     call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
-    stock, chunk, checks_masks = call.arguments.get(CACHE), call.config.prefill_chunk_size, call.may_keep_cache
-    cache.first_pass = FirstPassPrompts(
-        call, stock=stock, longest=longest, loop=loop, chunk=chunk, checks_masks=checks_masks
-    )
+    stock, chunk = call.arguments.get(CACHE), call.config.prefill_chunk_size
+    cache.first_pass = FirstPassPrompts(call, stock=stock, longest=longest, loop=loop, chunk=chunk)
     call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.report.reason = f"the decoding loop of {loop} has not called the model"
     call.require_same_draws(f"the loop of {loop}")

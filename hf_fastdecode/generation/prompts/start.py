@@ -57,7 +57,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         if places_tokens(call.model):
             raise Unsupported("the model derives positions from the ids of whole prompts")
         longest, given = int(call.config.max_length), (call, input_ids, call.arguments, call.positions)
-        prompts = read_prompts(*given, longest=longest, kept=call.returns_cache)
+        prompts = read_prompts(*given, longest=longest)
         again = 0 if prompts.prefixes.of_text else 1
         request = Request(longest - prompts.width, recompute=again, ends_in_steps=True, checks_later=True)
         return _planned(call, prompts, request)
