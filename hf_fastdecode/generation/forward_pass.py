@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache as cached
 from functools import partial
 from inspect import signature
 from typing import Any, Final, NamedTuple
@@ -227,7 +226,7 @@ labels_of_pass = _labels.get
 """The labels of this thread's pass; None outside `with_labels`."""
 
 
-@cached
+@functools.cache
 def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """The stream for work of one purpose, which runs in order."""
     return torch.cuda.Stream(device)
