@@ -41,7 +41,9 @@ def forward(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kw
             return original(*args, **kwargs)
         if cache is not None and active_call_of_thread.get() is not None:
             original = _recorded(model, cache, original)
-        with with_labels(labels if isinstance(labels, Tensor) else None):
+        if not isinstance(labels, Tensor):
+            return original(*args, **kwargs)
+        with with_labels(labels):
             return original(*args, **kwargs)
     return _forward_shared(model_state, model, cache, *args, **kwargs)
 
