@@ -89,7 +89,7 @@ class FusedModules:
 
 
 class Found(NamedTuple):
-    """A module that runs as a kernel: its number among the model's, its kind (of `_KINDS`) and its form."""
+    """A module that runs as a kernel: its number among the model's, its kind and its form."""
 
     number: int
     kind: FusedKind
