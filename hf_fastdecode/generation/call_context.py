@@ -245,38 +245,24 @@ def calls_of_prefill() -> AbstractContextManager[None]:
 
 @dataclass
 class ActiveCall:
-    """A `generate` call in progress.
-
-    Attributes:
-        loop_is_ours: Whether this package's decoding loop was passed.
-        may_hold: Whether `generate` has got it, so that what was held back comes to it.
-        loop: The user's ``custom_generate``, if any.
-        mode: The mode that `generate` chose; None before that.
-        synced_gpus: Whether all processes must run as many passes.
-        given: Tensors that `generate` was given, by name.
-        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
-        inputs: Images, videos or audio that are held back.
-        context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        gathered: How parameters that processes divide were gathered; None where they were not.
-        recorder: Records what routers choose, where that is asked for.
-        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
-            do not decode.
-    """
+    """A `generate` call in progress."""
 
     model: PreTrainedModel
-    loop_is_ours: bool
-    may_hold: bool = field(default=False, init=False)
-    loop: Callable[..., Any] | None = None
-    mode: GenerationMode | None = field(default=None, init=False)
-    synced_gpus: bool = field(default=False, init=False)
-    given: dict[str, Tensor] = field(default_factory=dict)
+    loop_is_ours: bool  # whether this package's decoding loop was passed
+    may_hold: bool = field(default=False, init=False)  # whether `generate` has got it, and so what is held back
+    loop: Callable[..., Any] | None = None  # the user's custom_generate, if any
+    mode: GenerationMode | None = field(default=None, init=False)  # that `generate` chose; None before that
+    synced_gpus: bool = field(default=False, init=False)  # whether all processes must run as many passes
+    given: dict[str, Tensor] = field(default_factory=dict)  # tensors that `generate` was given, by name
+    # One for each call of transformers' `generate`, of which a class's own `generate` may make several.
     reports: list[CallReport] = field(default_factory=list, init=False)
     structure: Structure | None = None
-    inputs: GivenInputs | None = None
-    context: CallContext | None = None
+    inputs: GivenInputs | None = None  # images, videos or audio that are held back
+    context: CallContext | None = None  # what our loop decodes; None for a call that it hands over to others
     scope: CallScope = field(default_factory=CallScope)
-    gathered: tuple[int, float] | None = field(default=None, init=False)
-    recorder: Recorder | None = None
+    gathered: tuple[int, float] | None = field(default=None, init=False)  # how divided parameters were gathered
+    recorder: Recorder | None = None  # records what routers choose, where that is asked for
+    # Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, which do not decode.
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     def __post_init__(self) -> None:
