@@ -1,6 +1,5 @@
 """What `explain` tells of calls: shared, stock, and failed ones."""
 
-import html
 import threading
 
 import pytest
@@ -42,13 +41,11 @@ def test_a_prompt_and_a_notebook_show_what_print_does(model):
             model.generate(**PROMPT, **arguments)
             report = fd.explain(model)
             assert repr(report) == str(report)
-            assert report._repr_html_() == f"<pre>{html.escape(str(report))}</pre>"
             assert max(map(len, str(report).splitlines())) <= 80
             words = " ".join(str(report).split())
             assert all(" ".join(line.split()) in words for line in report.last_call.lines())
-    report.last_call.reason = "a<b & " + 60 * "word " + 100 * "x"
+    report.last_call.reason = 60 * "word " + 100 * "x"
     assert max(map(len, str(report).splitlines()[:-1])) <= 80
-    assert "<b" not in report._repr_html_().replace("<pre>", "")
     call = fd.CallReport("shared", layers=["a", "a", "b", "a", "a", "a", "b"])
     assert call.lines()[-2:] == ["  layers 0-1, 3-5: a", "  layers 2, 6: b"]
 

@@ -62,7 +62,6 @@ SUBJECTS: Final = (
         "mode, or an argument asks for what passes over a shared cache do not compute: leave it out, if you can. "
         "[Architectures](architectures.md) lists every class; the others need code in this package.",
         (
-            "generation/quantized.py",
             "generation/support.py",
             "attention/",
             "cache/layers/",

@@ -23,9 +23,8 @@ from torch.autograd.function import once_differentiable
 from ..attention.kv import Partial, Scoring, merge
 from ..attention.overrides import no_autocast
 from ..errors import Unsupported
-from .nodes import Tree
 from .operators import Call, Operator, attend_by_kernel, choose_operator, kernel_serves
-from .trie import Numbers
+from .trie import Numbers, Tree
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scoring) -> Tensor:
@@ -54,11 +53,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, tree: Tree, scoring: Scori
 
 
 class _Paths:
-    """What the new nodes of a tree attend to, found once for all layers. Runs of tokens are ranges.
-
-    Attributes:
-        longest: Tokens of the longest path.
-    """
+    """What the new nodes of a tree attend to, in paths of up to `longest` tokens, found once for all layers."""
 
     def __init__(self, tree: Tree):
         self._kept = tree.kept
@@ -77,9 +72,7 @@ class _Paths:
     def calls(self, window: int | None, copies: float, device: torch.device) -> list[Call]:
         """Calls over disjoint keys, which are together those that tokens see; the first has all queries, as a slice.
 
-        Args:
-            window: Last tokens of its path that a token sees; None if that is all of them.
-            copies: Keys that may be copied per query; with a window, all that it shows are.
+        So many keys may be copied per query; all that a window shows are.
         """
         if (name := (window, copies, device)) not in self._found:
             self._found[name] = self._calls(*name)
@@ -111,8 +104,7 @@ class _Paths:
     def intervals(self, window: int | None, device: torch.device) -> list[Tensor]:
         """The keys that queries see, as the prefill kernel takes them: two intervals, of nodes that lie end to end.
 
-        Returns:
-            ``[5, queries]`` int32 each: the last is that of all queries, others are of those with longer paths.
+        ``[5, queries]`` int32 each: the last is that of all queries, others are of those with longer paths.
         """
         if (name := (window, device)) not in self._found:
             self._found[name] = [part.to(device) for part in self._intervals(window)]

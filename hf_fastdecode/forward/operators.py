@@ -33,23 +33,15 @@ _TILE: Final = 64
 
 @dataclass(frozen=True)
 class Call:
-    """Runs of queries, each of which attends to a run of keys.
+    """Runs of queries, each of which attends to a run of keys."""
 
-    Attributes:
-        queries: Which of the queries it takes, in this order: a slice, or indices int64.
-        keys: Which of the keys.
-        lengths: Of each run of those queries, and of the keys that it attends to; either may be 0.
-        causal: Whether a run's last query is its last key, and each sees the keys up to itself; otherwise it sees all.
-        window: With `causal`: the last so many of these keys; None for all.
-        device: Of the indices.
-    """
-
-    queries: slice | Tensor
-    keys: slice | Tensor
-    lengths: list[tuple[int, int]]
+    queries: slice | Tensor  # which of the queries it takes, in this order: a slice, or indices int64
+    keys: slice | Tensor  # which of the keys
+    lengths: list[tuple[int, int]]  # of each run of those queries, and of the keys that it attends to; either may be 0
+    # Whether a run's last query is its last key, and each sees the keys up to itself; otherwise it sees all.
     causal: bool
-    window: int | None
-    device: torch.device
+    window: int | None  # with `causal`: the last so many of these keys; None for all
+    device: torch.device  # of the indices
 
     @cached_property
     def runs(self) -> list[tuple[slice, slice]]:
@@ -239,22 +231,15 @@ class Products(Operator):
 
 
 class _Block(NamedTuple):
-    """Scores of some queries of a run for the keys that any of them sees.
-
-    Attributes:
-        rows: The queries; `query`: ``[kv_heads, heads_per_kv_head * rows, head_dim]``.
-        columns: The keys; `keys` and `values`: ``[kv_heads, columns, head_dim]``.
-        scores: ``[kv_heads, heads_per_kv_head * rows, columns]`` in at least fp32; ``-inf`` for keys not seen.
-        slope: Their derivative by the products of queries and keys.
-    """
+    """Scores of some queries of a run (`rows`) for the keys that any of them sees (`columns`)."""
 
     rows: slice
     columns: slice
-    query: Tensor
-    keys: Tensor
+    query: Tensor  # [kv_heads, heads_per_kv_head * rows, head_dim]
+    keys: Tensor  # [kv_heads, columns, head_dim]
     values: Tensor
-    scores: Tensor
-    slope: Tensor | float
+    scores: Tensor  # [kv_heads, heads_per_kv_head * rows, columns] in at least fp32; -inf for keys not seen
+    slope: Tensor | float  # their derivative by the products of queries and keys
 
 
 def _blocks(query: Tensor, keys: Tensor, values: Tensor, call: Call, scoring: Scoring) -> Iterator[_Block]:

@@ -19,8 +19,8 @@ from ..generation.fused.modules import FusedModules
 from ..generation.structure import Structure
 from ..instance_methods import Change, Switch
 from .attention import attend
-from .nodes import Tree
 from .reuse import Layers
+from .trie import Tree
 
 _CHECKPOINTS: Final = "_gradient_checkpointing_func", "checkpoint_fn"
 """Attributes with the function that checkpoints: of transformers' modules, and of PyTorch's `CheckpointWrapper`."""
@@ -30,21 +30,15 @@ _checkpoints = Switch(replaces=True)
 
 @dataclass
 class PackedPass(RowLengths):
-    """A pass over the distinct tokens of a tree, in the place of rows.
+    """A pass over the distinct tokens of a tree, in the place of rows."""
 
-    Attributes:
-        tree: The tokens' nodes.
-        kept: Keys and values of the tree's first tokens in each layer, which are not in the row.
-        keeps: Whether `stored` gets what layers attend to.
-        stored: Keys and values of each layer by its index, ``[1, kv_heads, tokens, head_dim]``.
-        layers: Attention layers that have run.
-    """
-
-    tree: Tree = field(default_factory=lambda: Tree(()))
+    tree: Tree = field(default_factory=lambda: Tree(()))  # the tokens' nodes
+    # Keys and values of the tree's first tokens in each layer, which are not in the row.
     kept: Layers = field(default_factory=dict)
-    keeps: bool = False
+    keeps: bool = False  # whether `stored` gets what layers attend to
+    # Keys and values of each layer by its index, [1, kv_heads, tokens, head_dim].
     stored: Layers = field(default_factory=dict)
-    layers: int = 0
+    layers: int = 0  # attention layers that have run
 
     def attends_to(self, module: nn.Module, keys: Any, values: Any) -> SharedKV:
         index = getattr(module, "layer_idx", None)
@@ -120,12 +114,7 @@ _OF_CACHES: Final = frozenset(vars(DynamicCache()))
 
 
 class CacheOfRows(DynamicCache):
-    """transformers' cache of a pass over a packed row, filled when it is first used.
-
-    Args:
-        config: The decoder's.
-        fill: Called with the cache, still empty.
-    """
+    """transformers' cache of a pass over a packed row, filled when it is first used, by `fill`."""
 
     def __init__(self, config: PreTrainedConfig, fill: Callable[[CacheOfRows], None]):
         self._made_by = config, fill, torch.is_grad_enabled()

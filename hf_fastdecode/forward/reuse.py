@@ -15,11 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from ..generation.fingerprint import Fingerprint
-from ..generation.snapshot import pass_settings
-from ..generation.structure import Structure
+from ..generation.fingerprint import ModelThen as ModelThen
 from .trie import Numbers, Row, Trie
 
 Layers = dict[int, tuple[Tensor, Tensor]]
@@ -27,41 +24,14 @@ Layers = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class ModelThen:
-    """A decoder as it was when it computed tokens."""
-
-    fingerprint: Fingerprint
-    settings: Any
-
-    @classmethod
-    def of(cls, decoder: PreTrainedModel, structure: Structure) -> ModelThen:
-        return cls(Fingerprint(decoder, structure.walk), pass_settings(decoder, structure.configs))
-
-    def is_now(self, decoder: PreTrainedModel, structure: Structure) -> bool:
-        """Whether the decoder would still compute the same."""
-        if self.settings != pass_settings(decoder, structure.configs):
-            return False
-        host = self.fingerprint.host_difference(decoder, structure.walk, structure.known)
-        return host is None and self.fingerprint.sampled_difference(structure.walk) is None
-
-
-@dataclass(frozen=True)
 class Prefixes:
-    """What a pass has kept.
+    """What a pass has kept."""
 
-    Attributes:
-        rows: The kept tokens in paths, with where they are stored.
-        layers: Keys and values of the kept tokens.
-        hidden: ``[1, tokens, hidden_size]``: their last hidden states; None if there are none.
-        then: The decoder that computed them, likewise.
-        seen: The rows of the last pass, if it kept none of their tokens.
-    """
-
-    rows: list[Row] = field(default_factory=list)
-    layers: Layers = field(default_factory=dict)
-    hidden: Tensor | None = None
-    then: ModelThen | None = None
-    seen: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)  # the kept tokens in paths, with where they are stored
+    layers: Layers = field(default_factory=dict)  # keys and values of the kept tokens
+    hidden: Tensor | None = None  # [1, tokens, hidden_size]: their last hidden states; None if there are none
+    then: ModelThen | None = None  # the decoder that computed them, likewise
+    seen: list[Row] = field(default_factory=list)  # the rows of the last pass, if it kept none of their tokens
 
     @property
     def rows_and_seen(self) -> list[Row]:
@@ -80,10 +50,7 @@ class Prefixes:
 def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: ModelThen, most: int) -> Prefixes | None:
     """Keep what later passes may begin with; None if that is nothing, or more than `most` bytes.
 
-    Args:
-        rows: Those of the batch.
-        layers: Keys and values of all nodes' tokens.
-        hidden: ``[1, tokens, hidden_size]`` of all nodes' tokens.
+    Keys, values and hidden states ``[1, tokens, hidden_size]`` are of all nodes' tokens.
     """
     chosen = [number for number, run in enumerate(trie.runs) if run.repeats or run.stored is not None]
     if not chosen:
@@ -107,19 +74,13 @@ def keep(rows: list[Row], trie: Trie, layers: Layers, hidden: Tensor, then: Mode
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Last hidden states of all rows of a pass.
+    """Last hidden states of all rows of a pass."""
 
-    Attributes:
-        tokens: ``[length]`` each: the rows' tokens among the distinct ones, by the rows' `_name`.
-        hidden: ``[1, tokens, hidden_size]`` of the distinct tokens.
-        kind: The class of the decoder's output.
-        then: The decoder.
-    """
-
+    # [length] each: the rows' tokens among the distinct ones, by the rows' `_name`.
     tokens: dict[tuple[int, bytes], Numbers]
-    hidden: Tensor
-    kind: type
-    then: ModelThen
+    hidden: Tensor  # [1, tokens, hidden_size] of the distinct tokens
+    kind: type  # the class of the decoder's output
+    then: ModelThen  # the decoder
 
     @classmethod
     def of(cls, rows: Sequence[Row], trie: Trie, output: Any, then: ModelThen) -> KeptRows:

@@ -28,21 +28,13 @@ WITHOUT_EFFECT: Final = frozenset({"num_items_in_batch", "cache_position", "logi
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a pass.
+    """The rows of a pass."""
 
-    Attributes:
-        inputs: ``[rows, width]`` ids, or embeddings ``[rows, width, hidden_size]``.
-        are_ids: Which of them.
-        rows: The real tokens of each row.
-        counts_padding: Whether positions count padding at the left, of which rows have different numbers.
-        planes: How many planes ``position_ids`` has, which are all equal; 0 where it has none, or is not given.
-    """
-
-    inputs: Tensor
-    are_ids: bool
-    rows: list[Row]
-    counts_padding: bool
-    planes: int
+    inputs: Tensor  # [rows, width] ids, or embeddings [rows, width, hidden_size]
+    are_ids: bool  # which of them
+    rows: list[Row]  # the real tokens of each row
+    counts_padding: bool  # whether positions count padding at the left, of which rows have different numbers
+    planes: int  # how many planes position_ids has, which are all equal; 0 where it has none, or is not given
 
     @property
     def without_offsets(self) -> Batch:
@@ -54,11 +46,7 @@ class Batch:
         return self.inputs.shape[1]
 
     def trie(self, *, least: int, saving: int, kept: Sequence[Row] = ()) -> Trie:
-        """What the rows have in common with each other and with kept ones, see `build_trie`.
-
-        Raises:
-            Unsupported: Different embeddings have the same hash.
-        """
+        """What rows and kept ones have in common, see `build_trie`; `Unsupported` for embeddings of one hash."""
         trie = build_trie(self.rows, self.width, least=least, saving=saving, kept=kept)
         if not self.are_ids:
             flat, index = self.inputs.flatten(0, 1), torch.from_numpy(trie.index.reshape(-1))

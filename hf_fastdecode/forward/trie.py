@@ -9,78 +9,79 @@ without a place in the batch: nodes of tokens that one of them has stored are no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .nodes import Node, Tree
+from ..generation.prompts.prompt_plan import common_prefix
 
 Numbers = NDArray[np.int64]
 
 
-class Row(NamedTuple):
-    """The real tokens of a row.
+class Node(NamedTuple):
+    """A run of tokens that lie end to end among all keys."""
+
+    start: int  # its first token's index among the keys
+    length: int  # its tokens, at least 1
+    parent: int  # index of the node that it continues; -1 for none
+
+
+class Tree:
+    """Nodes in depth-first order, parents first, end to end: a token sees its node up to itself, and all of its
+    node's ancestors.
+
+    Args:
+        nodes: All nodes.
+        kept: Tokens of the first nodes, whose keys an earlier pass has stored; they have no queries.
 
     Attributes:
-        keys: ``[length]``: ids, or other numbers that are equal for equal tokens.
-        position: The first one's position; the others count on from it.
-        column: The first one's column in the batch.
-        stored: ``[length]``: where an earlier pass has stored them, for a row of that; None if it has not.
+        plans: What operators derive from the nodes, kept by their keys, for all layers of the pass.
     """
 
-    keys: Numbers
-    position: int
-    column: int = 0
+    def __init__(self, nodes: tuple[Node, ...], kept: int = 0):
+        self.nodes, self.kept = nodes, kept
+        self.plans: dict[Hashable, Any] = {}
+
+
+class Row(NamedTuple):
+    """The real tokens of a row."""
+
+    keys: Numbers  # [length]: ids, or other numbers that are equal for equal tokens
+    position: int  # the first one's position; the others count on from it
+    column: int = 0  # the first one's column in the batch
+    # [length]: where an earlier pass has stored them, for a row of that; None if it has not.
     stored: Numbers | None = None
 
 
 @dataclass(frozen=True)
 class Run:
-    """The tokens of a node, as the rows see them.
+    """The tokens of a node, as the rows see them."""
 
-    Attributes:
-        parent: Index of the node before it; -1 for none.
-        first: Its first token's index in its rows.
-        length: Its tokens.
-        rows: The rows of the batch that read it.
-        repeats: Whether other rows do, too, or rows of earlier passes did.
-        stored: Where its tokens are stored; None where they are to be computed.
-    """
-
-    parent: int
-    first: int
-    length: int
-    rows: Sequence[int]
-    repeats: bool
-    stored: Numbers | None
+    parent: int  # index of the node before it; -1 for none
+    first: int  # its first token's index in its rows
+    length: int  # its tokens
+    rows: Sequence[int]  # the rows of the batch that read it
+    repeats: bool  # whether other rows do, too, or rows of earlier passes did
+    stored: Numbers | None  # where its tokens are stored; None where they are to be computed
 
 
 @dataclass(frozen=True)
 class Trie:
-    """The distinct tokens of a batch of rows.
+    """The distinct tokens of a batch of rows."""
 
-    Attributes:
-        tree: Their nodes, stored ones first.
-        runs: The same nodes with their rows.
-        places: ``[tokens]``: for each token to compute, in the nodes' order, the place (``row * width + column``) of
-            the batch that it is taken from.
-        positions: ``[tokens]``: its position.
-        index: ``[rows, width]``: for each place of the batch its token among all nodes'; their number for padding.
-        given: Real tokens of all rows.
-        longest: Tokens of the longest row.
-    """
-
-    tree: Tree
-    runs: tuple[Run, ...]
+    tree: Tree  # their nodes, stored ones first
+    runs: tuple[Run, ...]  # the same nodes with their rows
+    # [tokens]: for each token to compute, in the nodes' order, the place (row * width + column) of the batch that it
+    # is taken from.
     places: Numbers
-    positions: Numbers
-    index: Numbers
-    given: int
-    longest: int
+    positions: Numbers  # [tokens]: its position
+    index: Numbers  # [rows, width]: for each place of the batch its token among all nodes'; their number for padding
+    given: int  # real tokens of all rows
+    longest: int  # tokens of the longest row
 
     @property
     def saved(self) -> int:
@@ -184,12 +185,7 @@ def _sorted_by(row: Row) -> tuple[int, bytes]:
 
 def _common(one: Row, other: Row) -> int:
     """How many tokens two rows have in common from their first on."""
-    if one.position != other.position:
-        return 0
-    length = min(len(one.keys), len(other.keys))
-    differ = one.keys[:length] != other.keys[:length]
-    first = int(differ.argmax()) if length else 0
-    return first if length and differ[first] else length
+    return 0 if one.position != other.position else common_prefix(one.keys, other.keys)
 
 
 def _joined(parts: Sequence[Numbers]) -> Numbers:

@@ -7,7 +7,7 @@ video and audio are held back in between, by overrides of the methods in which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,18 +25,17 @@ from .._compat import CACHE, ENCODE, setting, untested_transformers
 from ..attention.torch_operators.operators import BackendError
 from ..cache.shared import SharedContextCache
 from ..errors import PeerFailedError, Unsupported
-from ..parallel.ranks import Offer, Ranks
-from .fingerprint import Fingerprint
+from ..parallel.ranks import Offer, Ranks, described
+from .decoding.sampling import generator_state
+from .fingerprint import ModelThen
 from .forward_pass import Positions, PromptNames, left_out, prompt_names, reduced
 from .inputs.given import PLAIN, GivenInputs
 from .inputs.items import counting_tokens
 from .inputs.rows import InputRows
 from .model_state import ModelState
 from .options import Options
-from .prompts.prefix_store import ModelNow
 from .report import CallReport
 from .routing.choices import Recorder
-from .snapshot import pass_settings
 from .structure import Structure
 
 Entered = TypeVar("Entered")
@@ -72,43 +71,28 @@ class CallScope:
 
 @dataclass
 class CallContext:
-    """One `generate` call of an enabled model.
-
-    Attributes:
-        config: The call's generation config, with lengths prepared.
-        arguments: Model arguments, as `generate` prepared them.
-        report: The call's report, which is written here and never read.
-        mode: How decode steps run: ``eager`` or ``graph``.
-        runs_stock: Whether the call turned out to be unsupported.
-        scope: Ends with the call; None if its `generate` is not known.
-        inputs: Images, videos or audio that the prompts come with.
-        places_given: Whether the caller gave positions, which the model makes otherwise.
-        fingerprint: That the prefix store compared the model with in this call; None if it did not.
-        stock_cache: Makes the cache that stock would begin with.
-        loop_is_users: Whether a ``custom_generate`` of the user's decodes, which may keep the cache.
-        recorder: Records what routers choose, where that is asked for.
-        options: The model's at the start of the call, unaffected by a concurrent `enable`.
-        given: The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
-        must_share: Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
-    """
+    """One `generate` call of an enabled model."""
 
     model: PreTrainedModel
     state: ModelState
-    config: GenerationConfig
-    arguments: dict[str, Any]
-    report: CallReport
+    config: GenerationConfig  # the call's generation config, with lengths prepared
+    arguments: dict[str, Any]  # model arguments, as `generate` prepared them
+    report: CallReport  # the call's report, which is written here and never read
     structure: Structure
-    mode: str = "eager"
-    runs_stock: bool = False
-    scope: CallScope | None = None
-    inputs: GivenInputs | None = None
-    places_given: bool = False
-    fingerprint: Fingerprint | None = None
-    stock_cache: Callable[[], Cache | None] = lambda: None
-    loop_is_users: bool = False
-    recorder: Recorder | None = None
-    options: Options = field(init=False)
+    mode: str = "eager"  # how decode steps run: eager or graph
+    runs_stock: bool = False  # whether the call turned out to be unsupported
+    scope: CallScope | None = None  # ends with the call; None if its `generate` is not known
+    inputs: GivenInputs | None = None  # images, videos or audio that the prompts come with
+    places_given: bool = False  # whether the caller gave positions, which the model makes otherwise
+    # The model of the prefix store's nodes, by all that the host can tell this one; None if there is none.
+    then: ModelThen | None = None
+    stock_cache: Callable[[], Cache | None] = lambda: None  # makes the cache that stock would begin with
+    loop_is_users: bool = False  # whether a custom_generate of the user's decodes, which may keep the cache
+    recorder: Recorder | None = None  # records what routers choose, where that is asked for
+    options: Options = field(init=False)  # the model's at the start of the call, unaffected by a concurrent `enable`
+    # The caller's `SharedContextCache`, if not empty; every prompt begins with a prefix that it holds.
     given: SharedContextCache | None = field(init=False)
+    # Whether the caller passed a `SharedContextCache`, empty or not, so that stock is no fallback.
     must_share: bool = field(init=False)
     max_prefill_tokens: int = field(init=False)
 
@@ -163,15 +147,41 @@ class CallContext:
         cache.state.division, cache.kept = self.structure.division, self.may_keep_cache
         return cache
 
-    @property
-    def model_now(self) -> ModelNow:
-        model, structure = self.model, self.structure
-        return ModelNow(model, structure, lambda: (*pass_settings(model, structure.configs), structure.division))
-
     def enter_stock_loop(self) -> None:
         """Have another loop go on as in stock, where other calls may use the model's captures."""
         self.state.captures.end_ahead(self.scope)
         self.ranks.watchdog.enter_foreign_loop()
+
+    def compared(self, given: Mapping[str, Tensor], loop: str) -> dict[str, object]:
+        """The fields that processes that compute a model together must give alike.
+
+        One with other prompts or options would run other passes than the others, which ends in an error of the
+        communication library, in a hang, or in tokens that no process would compute alone.
+        """
+        settings = {name: value for name, value in vars(self.config).items() if name != "transformers_version"}
+        fields: dict[str, object] = {"decoding loop": loop}
+        fields |= {name: value for name, value in given.items() if name not in self.arguments}
+        fields |= {name: value for name, value in settings.items() if not name.startswith("_")} | self.arguments
+        fields |= {f"enable(..., {name}=)": value for name, value in vars(self.options).items()}
+        if isinstance(cache := fields.get(CACHE), SharedContextCache):
+            tokens = ", ".join(map(described, cache.segment_tokens))
+            fields[CACHE] = f"{cache!r} of tokens {tokens}" if cache.rows else "an empty SharedContextCache"
+        return fields
+
+    def require_same_draws(self, loop: str) -> None:
+        """Raise ValueError on all ranks if a loop of others would draw other tokens on some of them."""
+        if not self.config.do_sample:
+            return
+        device = self.model.device
+        with self.together() as offer:
+            offer.compare(lambda: {"generator": generator_state(device)})
+        if offer.different:
+            raise ValueError(
+                f"the random generators ({device.type}) of the {self.ranks.count} processes that compute "
+                f"{type(self.model).__name__} together differ, so that this call, which {loop} decodes, would draw "
+                "other tokens on each: call transformers.set_seed(0), or with another number, on all of them before "
+                "generate"
+            )
 
     @property
     def returns_cache(self) -> bool:
@@ -235,38 +245,24 @@ def calls_of_prefill() -> AbstractContextManager[None]:
 
 @dataclass
 class ActiveCall:
-    """A `generate` call in progress.
-
-    Attributes:
-        loop_is_ours: Whether this package's decoding loop was passed.
-        may_hold: Whether `generate` has got it, so that what was held back comes to it.
-        loop: The user's ``custom_generate``, if any.
-        mode: The mode that `generate` chose; None before that.
-        synced_gpus: Whether all processes must run as many passes.
-        given: Tensors that `generate` was given, by name.
-        reports: One for each call of transformers' `generate`, of which a class's own `generate` may make several.
-        inputs: Images, videos or audio that are held back.
-        context: What our loop decodes; None for a call that it hands over to transformers' loops.
-        gathered: How parameters that processes divide were gathered; None where they were not.
-        recorder: Records what routers choose, where that is asked for.
-        of_prefill: Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, since they
-            do not decode.
-    """
+    """A `generate` call in progress."""
 
     model: PreTrainedModel
-    loop_is_ours: bool
-    may_hold: bool = field(default=False, init=False)
-    loop: Callable[..., Any] | None = None
-    mode: GenerationMode | None = field(default=None, init=False)
-    synced_gpus: bool = field(default=False, init=False)
-    given: dict[str, Tensor] = field(default_factory=dict)
+    loop_is_ours: bool  # whether this package's decoding loop was passed
+    may_hold: bool = field(default=False, init=False)  # whether `generate` has got it, and so what is held back
+    loop: Callable[..., Any] | None = None  # the user's custom_generate, if any
+    mode: GenerationMode | None = field(default=None, init=False)  # that `generate` chose; None before that
+    synced_gpus: bool = field(default=False, init=False)  # whether all processes must run as many passes
+    given: dict[str, Tensor] = field(default_factory=dict)  # tensors that `generate` was given, by name
+    # One for each call of transformers' `generate`, of which a class's own `generate` may make several.
     reports: list[CallReport] = field(default_factory=list, init=False)
     structure: Structure | None = None
-    inputs: GivenInputs | None = None
-    context: CallContext | None = None
+    inputs: GivenInputs | None = None  # images, videos or audio that are held back
+    context: CallContext | None = None  # what our loop decodes; None for a call that it hands over to others
     scope: CallScope = field(default_factory=CallScope)
-    gathered: tuple[int, float] | None = field(default=None, init=False)
-    recorder: Recorder | None = None
+    gathered: tuple[int, float] | None = field(default=None, init=False)  # how divided parameters were gathered
+    recorder: Recorder | None = None  # records what routers choose, where that is asked for
+    # Whether `prefill` makes it: it is not reported, and `max_rows` does not bound its rows, which do not decode.
     of_prefill: bool = field(default_factory=_of_prefill.get, init=False)
 
     def __post_init__(self) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .._compat import stored_of, stored_parts, tensor_version, without_subclasses
 from ..cache.shared import FilledBy
-from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state
+from .snapshot import LENGTH_SEEN, ModelWalk, adapter_state, changes_frequencies, module_state, pass_settings
+from .structure import Structure
 
 _SAMPLES = 4
 """Elements sampled per parameter, evenly spaced."""
@@ -58,11 +61,8 @@ class Fingerprint:
         return self.host_difference(model, walk) or self.sampled_difference(walk)
 
     def host_difference(self, model: nn.Module, walk: ModelWalk, known: object = None) -> str | None:
-        """The kind of change as far as the host can tell.
-
-        Args:
-            known: Stands for all that is not a number in a tensor: another object whenever any of that has changed.
-        """
+        """The kind of change as far as the host can tell; `known` stands for all that is not a number in a tensor:
+        another object whenever any of that has changed."""
         of_model = self._model is not None and self._model() is model
         if of_model and known is not None and known is self._known:
             versions = [versions for _, versions, _ in self._own[0]]  # all else is known to be the same
@@ -102,6 +102,29 @@ class Fingerprint:
         return None if alike else "weights"
 
 
+@dataclass(frozen=True)
+class ModelThen:
+    """A model as it was when it computed tokens; `settings` are what these depend on beyond weights and modules."""
+
+    fingerprint: Fingerprint
+    settings: Hashable
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, structure: Structure) -> ModelThen:
+        return cls(Fingerprint(model, structure.walk), _settings(model, structure))
+
+    def is_now(self, model: PreTrainedModel, structure: Structure, *, sampled: bool = True) -> bool:
+        """Whether the model would still compute the same, by all that the host can tell, and if `sampled`, by that."""
+        host = self.fingerprint.host_difference
+        if self.settings != _settings(model, structure) or host(model, structure.walk, structure.known):
+            return False
+        return not sampled or self.fingerprint.sampled_difference(structure.walk) is None
+
+
+def _settings(model: PreTrainedModel, structure: Structure) -> Hashable:
+    return pass_settings(model, structure.configs), structure.division
+
+
 class ChangedBetween:
     """In the place of a fingerprint, for a cache whose tokens a model computed before and after a change."""
 
@@ -116,13 +139,9 @@ class ChangedBetween:
 def filled_by(
     before: FilledBy | None, model: nn.Module, walk: ModelWalk, known: object = None, *, compares: bool = False
 ) -> FilledBy:
-    """The fingerprint that a kept cache is to keep of the model, which has just computed tokens of it.
+    """The fingerprint that a kept cache, with this one `before`, is to keep of the model that has computed its tokens.
 
-    Args:
-        before: What it remembers already.
-        known: See `Fingerprint.host_difference`.
-        compares: Whether the model may have changed since, as between passes that the user's code runs; compared by
-            what the host can tell.
+    If it `compares`, by what the host can tell, the model may have changed since, as between passes of a user's code.
     """
     if before is None:
         return Fingerprint(model, walk)
@@ -175,11 +194,7 @@ def _rows(table: Tensor, length: int) -> Tensor:
 
 
 def _materialized(walk: ModelWalk) -> Iterator[Tensor]:
-    """Parameters that have memory: plain, quantized, or split between processes.
-
-    Offloaded ones are skipped, since they are recreated as other objects. Of those that were gathered for a call
-    (FSDP), the ones that are trained.
-    """
+    """Parameters with memory, of FSDP's the trained ones; offloaded ones, which are recreated, are left out."""
     for parameter in walk.parameters:
         stored = stored_of(parameter)
         if stored.device.type != "meta" and any(part.numel() for part in stored_parts(stored)):

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache as cached
 from functools import partial
 from inspect import signature
 from typing import Any, Final, NamedTuple
@@ -227,23 +226,20 @@ labels_of_pass = _labels.get
 """The labels of this thread's pass; None outside `with_labels`."""
 
 
-@cached
-def _stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
+@functools.cache
+def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The stream for work of one purpose, which runs in order."""
     return torch.cuda.Stream(device)
 
 
 class Beside:
-    """Runs work on a second stream, beside later work of the current one, and after its earlier work.
-
-    Args:
-        device: On devices other than CUDA, work runs at once.
-        purpose: Work of one purpose runs in order, on a stream of its own.
-    """
+    """Runs work on a second stream, one for each purpose, beside later work of the current one, and after its earlier
+    work; on devices other than CUDA, at once."""
 
     def __init__(self, device: torch.device, purpose: str):
         self._stream, self._before = None, None
         if device.type == "cuda":
-            self._stream = _stream(device, purpose)
+            self._stream = stream_for(device, purpose)
             self._before = torch.cuda.current_stream(device).record_event()
 
     @contextmanager

@@ -33,9 +33,7 @@ class ModelState:
     """State of one enabled model, stored in the model's ``__dict__`` until `disable`.
 
     Args:
-        model: The model.
-        options: Those of `enable`.
-        hooks: Overrides of its methods.
+        hooks: Overrides of the model's methods.
         owner: The state of the model that this one is the decoder of, and was enabled with.
 
     Raises:

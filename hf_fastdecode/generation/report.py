@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
@@ -174,9 +173,6 @@ class CallReport:
                 kind, ranks, layers = "sequence", division.ranks, len(cache.attention_layers)
             self.parallel = ParallelReport(kind, ranks, cache.stored_node_tokens, cache.node_tokens, layers)
 
-    def begin_again(self) -> None:
-        self.captured_prefill_tokens, self.known_tokens = 0, None
-
     def fail(self, error: BaseException) -> None:
         self.path, self.reason = "failed", type(error).__name__
         with suppress(Exception):  # a failing __str__ must not mask the error
@@ -204,7 +200,7 @@ class CallReport:
         """
         shared = [one for one in inner if one.path == "shared"]
         main = max(shared, key=lambda one: one.rows, default=inner[-1])
-        reason = f"{len(shared)} of its {len(inner)} inner calls share, the {_ordinal(inner, main)} as below"
+        reason = f"{len(shared)} of its {len(inner)} inner calls share, the one with most rows as below"
         if not shared:
             reason = f"none of its {len(inner)} inner calls shares; the last: {main.reason}"
         if inner[-1].path == "failed":
@@ -314,9 +310,6 @@ class Report:
 
     __repr__ = __str__
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
 
 def _what_ran(layer: object) -> str:
     ran: list[str] = []
@@ -338,12 +331,6 @@ def _inner_lines(inner: Sequence[CallReport]) -> list[str]:
         lines.append(f"  inner {numbers}: {path} ({reason})")
         first += count
     return lines
-
-
-def _ordinal(inner: Sequence[CallReport], one: CallReport) -> str:
-    number = next(index for index, other in enumerate(inner, 1) if other is one)
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10 if number % 100 not in (11, 12, 13) else 0, "th")
-    return f"{number}{ending}"
 
 
 def _prefill(call: CallReport) -> list[str]:

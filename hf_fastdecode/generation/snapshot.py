@@ -39,9 +39,6 @@ class ModelWalk:
     """The modules of a model, once each, in the order of `nn.Module.modules`.
 
     Only this list is as old as the walk: attributes of modules are read when a check asks for them.
-
-    Args:
-        modules: The modules, where the caller has them already.
     """
 
     def __init__(self, model: nn.Module, modules: list[nn.Module] | None = None):
@@ -275,10 +272,7 @@ def layouts(tensors: Iterable[Tensor]) -> tuple[Hashable, ...]:
 
 
 def _of_length_seen(module: nn.Module, name: str) -> bool:
-    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type.
-
-    The scaling without a layer type's name, which transformers sets beside, is read by no pass.
-    """
+    """Whether a pass sets an attribute by the length that it sees, where frequencies differ by layer type."""
     of_length = name == "attention_scaling" or name.endswith(f"_{LENGTH_SEEN}")
     return of_length and isinstance(getattr(module, "rope_type", None), dict)
 
@@ -320,10 +314,6 @@ class ModelWatch:
     An id stands for its object while that lives. Modules, functions and other objects are referred to weakly, so that
     replaced ones are freed at once, and their end is a change. Tensors have ids and addresses alone: those with weak
     references cannot be swapped (`torch.utils.swap_tensors`).
-
-    Args:
-        walk: One over the model.
-        configs: Its config objects.
     """
 
     def __init__(self, walk: ModelWalk, configs: Iterable[PreTrainedConfig]):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -32,7 +32,6 @@ from ..parallel.ranks import common_group, splitting_groups
 from .call_context import CallContext
 from .foreign_code import check_code
 from .forward_pass import arguments_of_decoders, counts_positions, takes_shared_cache
-from .quantized import check_quantized
 from .snapshot import ModelWalk, attributes
 from .structure import Structure
 
@@ -131,8 +130,7 @@ def _check_attention(name: str | None) -> None:
 def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
     """Raise `Unsupported` for what may change from call to call: processes, training mode and third-party code.
 
-    Args:
-        keeps_cache: Whether passes have a cache, which gradient checkpointing drops.
+    Where passes have a cache, also for gradient checkpointing, which drops it.
     """
     if any(kind.__module__ == _OF_PIPELINES for kind in walk.classes):
         raise Unsupported("its layers are divided between processes (pipeline parallelism)")
@@ -143,6 +141,40 @@ def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
     check_noise(training)
     check_code(walk)
     check_quantized(walk)
+
+
+_LLM_INT8: Final = "bitsandbytes.nn.modules.Linear8bitLt"
+
+
+def check_quantized(walk: ModelWalk) -> None:
+    """Raise `Unsupported` if layers round a token's activations by those of other tokens.
+
+    LLM.int8 (Dettmers et al., 2022, section 3.2) multiplies a feature in 16 bits for all tokens of a pass if it is an
+    outlier of any. Activations that are scaled per tensor have one scale for all tokens of a pass. Packed prompts, and
+    batches without finished rows, are other tokens than stock's.
+    """
+    kinds = [kind for kind in walk.classes if f"{kind.__module__}.{kind.__name__}" == _LLM_INT8]
+    if kinds and any(type(module) in kinds and _finds_outliers(module) for module in walk.modules):
+        raise Unsupported(
+            "its 8-bit layers (bitsandbytes) find outlier features over all tokens of a pass",
+            "load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+        )
+    if any(_scales_all_tokens(weight) for weight in walk.parameters if type(weight) is not nn.Parameter):
+        raise Unsupported(
+            "its activations are quantized with one scale for all tokens of a pass (PerTensor)",
+            "quantize it with granularity=PerRow()",
+        )
+
+
+def _finds_outliers(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "state", None), "threshold", 0.0))
+
+
+def _scales_all_tokens(weight: Tensor) -> bool:
+    """Whether a weight of torchao quantizes the activations that it multiplies so, without a scale that is known."""
+    given = getattr(weight, "act_quant_kwargs", None)
+    per_tensor = type(getattr(given, "granularity", None)).__name__ == "PerTensor"
+    return per_tensor and getattr(weight, "act_quant_scale", None) is None
 
 
 def check_noise(modules: Iterable[nn.Module]) -> None:

@@ -11,8 +11,8 @@ from peft import LoraConfig, get_peft_model
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.errors import Unsupported
-from hf_fastdecode.generation.quantized import check_quantized
 from hf_fastdecode.generation.snapshot import ModelWalk
+from hf_fastdecode.generation.support import check_quantized
 
 from ..tiny_models import ragged_prompts, seeded, tiny_model
 

@@ -15,7 +15,7 @@ from hf_fastdecode.attention.kv import Scoring
 from hf_fastdecode.errors import Unsupported
 from hf_fastdecode.forward import attention, operators
 from hf_fastdecode.forward.attention import attend
-from hf_fastdecode.forward.nodes import Node, Tree
+from hf_fastdecode.forward.trie import Node, Tree
 from hf_fastdecode.kernels.prefill import api
 
 from ..attention.forests import DEVICES

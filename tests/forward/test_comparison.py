@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_fastdecode.forward import packed, rows, seam
-from hf_fastdecode.forward.nodes import Node, Tree
+from hf_fastdecode.forward.trie import Node, Tree
 
 from . import all_classes
 from .batches import Batch

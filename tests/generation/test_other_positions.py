@@ -11,7 +11,7 @@ import transformers
 import hf_fastdecode as fd
 from hf_fastdecode._compat import CACHE
 from hf_fastdecode.attention.interface import without_blocks
-from hf_fastdecode.generation.interception.generate import hands_generate_on
+from hf_fastdecode.generation.interception.switches import OwnGenerate, WrappedMethods
 
 from ..architectures.classes import class_named, generating_classes, tiny_model_of
 from ..tiny_models import ragged_prompts, seeded, tiny_model, tiny_model_of_type
@@ -93,10 +93,11 @@ def test_calls_that_a_class_does_not_hand_on():
     if "JanusForConditionalGeneration" not in generating_classes():
         pytest.skip("this transformers has no Janus")
     janus = class_named("JanusForConditionalGeneration")
-    assert hands_generate_on(janus, {})
-    assert not hands_generate_on(janus, {"generation_mode": "image"})
     replaced = type("Replaced", (janus,), {"generate": lambda self, **kwargs: None})
-    assert not hands_generate_on(replaced, {})
+    own, others = (OwnGenerate(WrappedMethods(one, {}), one) for one in map(object.__new__, (janus, replaced)))
+    assert own.hands_on({})
+    assert not own.hands_on({"generation_mode": "image"})
+    assert not others.hands_on({})
 
 
 def tokens_or_error(model, ids, call):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ from ..._compat import CACHE, pad_token
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread
 from ..forward_pass import PromptNames, input_device, prompt_names
-from ..model_state import last_forward_of, owned_by, state_of
+from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
 from .sampling import TokenLogProbs, TransformersSampler
@@ -45,7 +46,7 @@ CHOICES: Final = "output_router_choices"
 _READ: Final = frozenset({"inputs", "input_ids", "attention_mask"})
 
 
-def adding_log_probs(
+def finishing(
     model: PreTrainedModel,
     prompts: Tensor,
     processors: LogitsProcessorList,
@@ -55,7 +56,7 @@ def adding_log_probs(
     *,
     synced_gpus: bool,
 ) -> Callable[[Any], Any]:
-    """A function that adds a trainer's log-probabilities to a loop's output, where they are asked for.
+    """A function that adds routers' choices and a trainer's log-probabilities to a loop's output, if asked for.
 
     Args:
         prompts: ``[rows, width]`` int64.
@@ -63,30 +64,58 @@ def adding_log_probs(
         synced_gpus: Whether all processes must run as many passes.
 
     Raises:
-        ValueError: They are asked for, and the call's rows cannot be scored.
+        ValueError: They are asked for, and not to be had of the call's rows.
     """
-    state = state_of(model)
-    recorders = [one for one in processors if type(one) is TokenLogProbs]
-    if state is None or state.options.log_probs != "trainer":
-        return lambda output: output
-    for one in (state, *(of_part for _, of_part in owned_by(state, model))):
-        one.last_rows = None  # the steps may need their memory
+    call, recorders = active_call_of(model), [one for one in processors if type(one) is TokenLogProbs]
+    state, recorder = _scoring_state(model), None if call is None else call.recorder
     if not (recorders or config.return_dict_in_generate):
+        state = None
+    if state is None and recorder is None:
         return lambda output: output
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
-    if synced_gpus:  # rows of other lengths may take another number of passes
-        refusal = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
-    if (refusal := refusal or reason_of(check_noise, model.modules())) is not None:
-        raise ValueError(
-            f"log_probs='trainer' is for rows of text that are drawn token by token, and {refusal}, or enable the "
-            "model with log_probs='auto'"
-        )
-    without = TokenLogProbs, LogitNormalization  # which change no probability
-    others = LogitsProcessorList(one for one in processors if type(one) not in without)
-    sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
-    mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
-    mask = torch.ones_like(prompts) if mask is None else mask
-    return _TrainerLogProbs(model, mask.to(prompts.device), sampler, stopping, pad_token(config), recorders)
+    mask = arguments.get("attention_mask")
+    mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
+    shown = partial(_shown, mask, Stopping(criteria, prompts.device), pad_token(config))
+    add: Callable[[Any], Any] = lambda output: output  # noqa: E731
+    if state is not None:
+        why = refusal or reason_of(check_noise, model.modules())
+        if synced_gpus:  # rows of other lengths may take another number of passes
+            why = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
+        _require_text("log_probs='trainer'", why, "or enable the model with log_probs='auto'")
+        without = TokenLogProbs, LogitNormalization  # which change no probability
+        others = LogitsProcessorList(one for one in processors if type(one) not in without)
+        sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
+        add = _TrainerLogProbs(model, prompts.shape[1], shown, sampler, recorders)
+    if call is None or recorder is None:
+        return add
+    if not config.return_dict_in_generate:
+        refusal = "this call returns ids alone; use return_dict_in_generate=True"
+    elif config.use_cache is False:
+        refusal = "this call has no cache; leave out use_cache=False"
+    elif call.structure is not None and not call.structure.alone:
+        refusal = "several processes compute this model; use a model for each"
+    _require_text(f"{CHOICES}=True", refusal, "or leave it out")
+    recorder.begin(arguments.get(CACHE))
+
+    def finish(output: Any) -> Any:
+        choices = recorder.finish(output.sequences, shown(output.sequences))
+        return add(FastDecodeOutput(**{**output, "router_choices": choices}))
+
+    return finish
+
+
+def _scoring_state(model: PreTrainedModel) -> ModelState | None:
+    """The state of a model that scores as a trainer does, whose decoder forgets the last pass's rows; else None."""
+    if (state := state_of(model)) is None or state.options.log_probs != "trainer":
+        return None
+    for one in (state, *(of_part for _, of_part in owned_by(state, model))):
+        one.last_rows = None  # the steps may need their memory
+    return state
+
+
+def _require_text(what: str, refusal: str | None, otherwise: str) -> None:
+    if refusal is not None:
+        raise ValueError(f"{what} is for rows of text that are drawn token by token, and {refusal}, {otherwise}")
 
 
 def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
@@ -99,40 +128,6 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
             f"log_probs='trainer' is for rows that this package's loop draws, and {why}; ask for sequences alone, or "
             "enable the model with log_probs='auto'"
         )
-
-
-def adding_choices(
-    model: PreTrainedModel,
-    prompts: Tensor,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    arguments: dict[str, Any],
-    *,
-    then: Callable[[Any], Any],
-) -> Callable[[Any], Any]:
-    """A function that adds routers' choices to a loop's output, where asked for, and calls `then`; also raises."""
-    call = active_call_of(model)
-    if call is None or (recorder := call.recorder) is None:
-        return then
-    refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
-    if not config.return_dict_in_generate:
-        refusal = "this call returns ids alone; use return_dict_in_generate=True"
-    elif config.use_cache is False:
-        refusal = "this call has no cache; leave out use_cache=False"
-    elif call.structure is not None and not call.structure.alone:
-        refusal = "several processes compute this model; use a model for each"
-    if refusal is not None:
-        raise ValueError(f"{CHOICES}=True records rows of text that are drawn token by token, and {refusal}")
-    recorder.begin(arguments.get(CACHE))
-    mask, stopping = arguments.get("attention_mask"), Stopping(criteria, prompts.device)
-    given = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
-
-    def finish(output: Any) -> Any:
-        drawn = _drawn(output.sequences[:, prompts.shape[1] :], stopping, pad_token(config))
-        choices = recorder.finish(output.sequences, torch.cat([given > 0, drawn], dim=1))
-        return then(FastDecodeOutput(**{**output, "router_choices": choices}))
-
-    return finish
 
 
 def _refusal(model: PreTrainedModel, mode: GenerationMode) -> str | None:
@@ -156,21 +151,13 @@ def _refusal(model: PreTrainedModel, mode: GenerationMode) -> str | None:
 
 @dataclass(frozen=True)
 class _TrainerLogProbs:
-    """Log-probabilities of one call.
-
-    Attributes:
-        mask: ``[rows, width]`` of the prompts.
-        sampler: Its processors.
-        pad: The token that follows a row's end; None if there is none.
-        recorders: They get the raw ones.
-    """
+    """Log-probabilities of one call."""
 
     model: PreTrainedModel
-    mask: Tensor
+    width: int  # tokens of the prompts, padding included
+    shown: Callable[[Tensor], Tensor]  # maps finished rows to their mask, see `_shown`
     sampler: TransformersSampler
-    stopping: Stopping
-    pad: Tensor | None
-    recorders: Sequence[TokenLogProbs]
+    recorders: Sequence[TokenLogProbs]  # get the raw ones
 
     @torch.no_grad()
     def __call__(self, output: Any) -> Any:
@@ -186,10 +173,8 @@ class _TrainerLogProbs:
 
     def _of(self, sequences: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
         """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
-        width = self.mask.shape[1]
-        tokens = sequences[:, width:]
-        drawn = _drawn(tokens, self.stopping, self.pad)
-        mask = torch.cat([self.mask, drawn.to(self.mask.dtype)], dim=1)
+        width, mask = self.width, self.shown(sequences)
+        tokens, drawn = sequences[:, width:], mask[:, width:] > 0
         raw = torch.zeros_like(tokens, dtype=torch.float32)
         processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
         for rows, steps in self._parts(sequences, mask):
@@ -206,7 +191,7 @@ class _TrainerLogProbs:
 
     def _parts(self, sequences: Tensor, mask: Tensor) -> list[tuple[slice, slice]]:
         """Rows and steps whose logits are computed at once: some steps of all rows, if their layers run only once."""
-        rows, steps = len(mask), sequences.shape[1] - self.mask.shape[1]
+        rows, steps = len(mask), sequences.shape[1] - self.width
         fit = _LOGITS // self.model.config.get_text_config().vocab_size
         if fit >= rows * steps:
             return [(slice(rows), slice(0, steps))]
@@ -218,7 +203,7 @@ class _TrainerLogProbs:
 
     def _logits(self, ids: Tensor, mask: Tensor, steps: slice) -> Tensor:
         """Logits ``[rows, steps, vocabulary]`` fp32, on the device of the ids, that these steps draw from."""
-        device, before = input_device(self.model), self.mask.shape[1] - 1
+        device, before = input_device(self.model), self.width - 1
         columns = torch.arange(before + steps.start, before + steps.stop, device="cpu")  # for a head on any device
         given = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
         if takes := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
@@ -227,14 +212,15 @@ class _TrainerLogProbs:
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
 
 
-def _drawn(tokens: Tensor, stopping: Stopping, pad: Tensor | None) -> Tensor:
-    """Which of ``[rows, steps]`` tokens were drawn: up to a row's end token, or up to `pad` after a stop."""
+def _shown(mask: Tensor, stopping: Stopping, pad: Tensor | None, sequences: Tensor) -> Tensor:
+    """The mask of finished rows, of which each has drawn up to its end token, or up to `pad` after a stop."""
+    tokens = sequences[:, mask.shape[1] :]
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
     if stopping.custom and stopping.pads and pad is not None:
         real = (tokens != pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
         drawn &= real.flip(1).cumsum(1).flip(1) > 0
-    return drawn
+    return torch.cat([mask, drawn.to(mask.dtype)], dim=1)
 
 
 def _is_filter(processor: LogitsProcessor) -> bool:

@@ -109,10 +109,7 @@ class TransformersSampler(Sampler):
     """transformers' own processors and sampling, operation by operation.
 
     Random draws depend on the number of rows, so finished rows are kept, and where only a part of the call's rows
-    decodes, numbers are drawn for all of them: a row's token then depends on the generator's state alone.
-
-    Args:
-        rows: Rows of the call.
+    decodes, numbers are drawn for all `rows` of the call: a row's token then depends on the generator's state alone.
     """
 
     name = "hf"
@@ -460,15 +457,7 @@ class TokenLogProbs(LogitsProcessor):
         return scores
 
     def before_draw(self, logits: Tensor, drawn: int) -> None:
-        """Report a step, and check the first step's logits.
-
-        Args:
-            logits: ``[rows, vocabulary]``.
-            drawn: Tokens sampled per row before.
-
-        Raises:
-            NotFiniteError: One is NaN at the first step.
-        """
+        """Report a step after so many tokens; raises NotFiniteError if one of the first step's logits is NaN."""
         if drawn == 0 and bool(logits.isnan().any()):
             raise NotFiniteError
         self.on_step(drawn)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
+    GenerationConfig,
     MaxLengthCriteria,
     MaxTimeCriteria,
     StoppingCriteria,
@@ -31,11 +32,7 @@ class HostStoppingCriteria(StoppingCriteria):
 
     @abstractmethod
     def is_over(self, length: int) -> bool:
-        """Whether every row ends now; asked once per step.
-
-        Args:
-            length: Tokens per row, prompt included.
-        """
+        """Whether every row ends now, at so many tokens per row, prompt included; asked once per step."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         """Bool ``[rows]`` for ids ``[rows, length]``, as transformers' loop asks for it."""
@@ -144,6 +141,28 @@ class Stopping:
         return ended
 
 
+class CriteriaOfRank0(StoppingCriteriaList):
+    """Stopping criteria of a loop of transformers' own, all of which end as rank 0's do; a collective each time."""
+
+    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
+        super().__init__(criteria)
+        self._ranks = ranks
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self._ranks.first(super().__call__(input_ids, scores, **kwargs))[0]
+
+
+def agreed_criteria(
+    ranks: Ranks, criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
+) -> StoppingCriteriaList:
+    """Criteria that end a loop of transformers' own alike on all processes, where they could end it otherwise."""
+    if ranks.alone:
+        return criteria
+    config.max_time = None  # the criteria have it; a draft that ended by it would be shorter on one of them
+    alike = ranks.all(not Stopping(criteria, device).differs_by_process) == [True]
+    return criteria if alike else CriteriaOfRank0(criteria, ranks)
+
+
 _STEPS_BETWEEN_POLLS = 8
 """Steps between polls on a GPU; a result is up to twice as many steps old."""
 
@@ -210,8 +229,7 @@ class Decisions:
     def step(self, drawn: Drawn, unfinished: Tensor, end: Callable[[Drawn], Ends]) -> Ends:
         """A step of rank 0's tokens, and its ends where others could see them differently; one collective.
 
-        Args:
-            end: Writes the tokens and asks criteria, on all processes: code of the user's counts calls.
+        `end` writes the tokens and asks criteria, on all processes: code of the user's counts calls.
         """
         leads = not self.ends_alike and self.ranks.rank == 0
         ends = end(drawn) if leads else None
@@ -230,11 +248,8 @@ class Decisions:
         return ends
 
     def reserve(self, cache: SharedContextCache, *, counted: bool) -> None:
-        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short.
-
-        Args:
-            counted: Whether free memory decides, before an allocation fails.
-        """
+        """Allocate the next token's memory, before a pass in which one process could not tell others that it is short;
+        if `counted`, free memory decides before an allocation fails."""
         needed = cache.suffix_length + 1
         if cache.has_room(needed):
             return

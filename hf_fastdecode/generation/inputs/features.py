@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..._compat import setting
 from ...attention.overrides import as_stock
 from ...instance_methods import Change
 from ..interception.switches import replaced_calls
@@ -41,17 +42,11 @@ BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Image(NamedTuple):
-    """An image among one method's arguments.
+    """An image among one method's arguments."""
 
-    Attributes:
-        parts: Its part of each tensor, by name.
-        sums: Of the bits of each part, which equal ones have alike.
-        patches: How many it has, where a grid counts them.
-    """
-
-    parts: dict[str, Tensor]
-    sums: tuple[int, ...]
-    patches: int | None
+    parts: dict[str, Tensor]  # of each tensor, by name
+    sums: tuple[int, ...]  # of the bits of each part, which equal ones have alike
+    patches: int | None  # how many it has, where a grid counts them
 
     def equals(self, other: _Image) -> bool:
         """Whether they are equal bit by bit, so that features are."""
@@ -78,11 +73,8 @@ class _Features(NamedTuple):
 
 
 class SharedFeatures:
-    """The features of a call's images, of one pass and the pass before.
-
-    Args:
-        counts: Counts the call's images, videos or sounds, by kind, where it is known; asked where a lone one fails.
-    """
+    """The features of a call's images, of one pass and the pass before; where a lone one fails, `counts` tells the
+    number of each kind in the call, as far as it is known."""
 
     def __init__(self, model: PreTrainedModel, counts: Callable[[], Mapping[str, int]] = dict):
         self._counts = counts
@@ -97,12 +89,8 @@ class SharedFeatures:
     @contextmanager
     def of_pass(self) -> Iterator[None]:
         """Context of a pass, in which images of this thread are encoded once."""
-        token = _of_pass.set(self)
-        try:
-            with replaced_calls.on(self._calls):
-                yield
-        finally:
-            _of_pass.reset(token)
+        with setting(_of_pass, self), replaced_calls.on(self._calls):
+            yield
 
     def encode(self, method: Callable[..., Any], name: str, arguments: dict[str, Any]) -> Any:
         """The output of a method of this name for these arguments."""
@@ -206,11 +194,7 @@ def _of_images(output: Any, images: Sequence[_Image]) -> list[_Features] | None:
 
 
 def _parts(value: Any, images: Sequence[_Image], *, of_layers: bool) -> list[Any] | None:
-    """The images' parts of a field, see `_Features`; None where it has others.
-
-    Args:
-        of_layers: Whether a list is one of layers, and not of images.
-    """
+    """The images' parts of a field, of which a list is `of_layers` or of images; None where it has others."""
     if isinstance(value, Tensor) and value.dim():
         if any(image.has_padding for image in images):
             return None

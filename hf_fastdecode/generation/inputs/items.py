@@ -72,10 +72,7 @@ def counting_tokens(model: PreTrainedModel, structure: Structure, arguments: Map
 def _features_made(
     model: PreTrainedModel, structure: Structure, kind: str, plain: Mapping[str, Any], parts: Mapping[str, Tensor]
 ) -> int | None:
-    """How many features the model makes of an item; None where it has no method for it, or that fails.
-
-    An item of one token may fail alone, see `features`, and is encoded twice then.
-    """
+    """How many features the model makes of an item, or of two where one fails, see `features`; None if it cannot."""
     name = f"get_{kind}_features"
     method = next((getattr(one, name) for one in (model.base_model, model) if hasattr(type(one), name)), None)
     if method is None:
@@ -127,18 +124,12 @@ def _marked(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Items:
-    """The items of one of `KINDS`.
-
-    Attributes:
-        arguments: By name; entries of all items along the first dimension.
-        sizes: Entries of each item, by the argument's name.
-        merge: How many patches of a grid make a token, by the config; None where it does not say.
-    """
+    """The items of one of `KINDS`."""
 
     kind: str
-    arguments: dict[str, Tensor]
-    sizes: dict[str, list[int]] = field(repr=False)
-    merge: int | None = None
+    arguments: dict[str, Tensor]  # by name; entries of all items along the first dimension
+    sizes: dict[str, list[int]] = field(repr=False)  # entries of each item, by the argument's name
+    merge: int | None = None  # how many patches of a grid make a token, by the config; None where it does not say
 
     @classmethod
     def among(cls, kind: str, arguments: dict[str, Tensor], config: PreTrainedConfig | None = None) -> Items | None:
@@ -178,11 +169,7 @@ class Items:
         return {name: offsets(sizes) for name, sizes in self.sizes.items()}
 
     def starts(self, tokens: Sequence[int], count_tokens: CountTokens) -> list[int] | None:
-        """Where the items of each row begin, and the end; None where that is not known.
-
-        Args:
-            tokens: Placeholder tokens of each row.
-        """
+        """Where the items of rows with so many placeholder tokens begin, and the end; None where it is not known."""
         if len(self) == len(tokens) and all(tokens):
             return list(range(len(tokens) + 1))
         counts = self.counts(tokens, count_tokens)
@@ -247,10 +234,7 @@ def offsets(counts: Iterable[int]) -> list[int]:
 
 
 def _row_starts(counts: Sequence[int], tokens: Sequence[int]) -> list[int] | None:
-    """Where the items of each row begin, and the end, by the tokens of each item and of each row.
-
-    None where some item has no token, or counts do not add up to the tokens of each row.
-    """
+    """Where the items of each row begin, and the end; None where counts do not add up to the tokens of each row."""
     if not all(count > 0 for count in counts):
         return None
     items = {total: index for index, total in enumerate(offsets(counts))}

@@ -21,15 +21,10 @@ from .items import KINDS, CountTokens, Items, by_kind, equal_parts, of_tokens
 
 
 class RowImage(NamedTuple):
-    """An image of a row, or all images of one kind.
+    """An image of a row, or all images of one kind."""
 
-    Attributes:
-        places: Of the tokens that stand for it, in the row's width; int64 on the CPU.
-        parts: What arguments have for it, by name.
-    """
-
-    places: Tensor
-    parts: dict[str, Tensor]
+    places: Tensor  # of the tokens that stand for it, in the row's width; int64 on the CPU
+    parts: dict[str, Tensor]  # what arguments have for it, by name
 
     def equals(self, other: RowImage) -> bool:
         return torch.equal(self.places, other.places) and equal_parts(self.parts, other.parts)
@@ -132,8 +127,7 @@ class InputRows:
     def images_of(self, given: int) -> Iterator[RowImage]:
         """The images of a given row: each by itself where it is known how many tokens it has, else all of a kind.
 
-        Raises:
-            Unsupported: An argument is not known to belong to tokens of the row.
+        Raises `Unsupported` if an argument is not known to belong to tokens of the row.
         """
         if self.unclear is not None:
             raise Unsupported(f"it is not known which tokens the argument {self.unclear!r} belongs to")
@@ -246,14 +240,11 @@ class InputRows:
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:
-        """Which tokens stand for images of each kind whose token is known, ``[given rows, width]`` bool on the CPU.
-
-        In a call with one kind alone, tokens of another may stand for it: in GLM-4V, those of images for videos.
-        """
+        """Which tokens stand for images of each kind whose token is known, ``[given rows, width]`` bool on the CPU."""
         ids = self._ids.cpu()
         held = {kind: ids == token for kind in KINDS if (token := self._token(kind)) is not None}
         seen = [kind for kind, places in held.items() if bool(places.any())]
-        if len(self._kinds) == len(seen) == 1:
+        if len(self._kinds) == len(seen) == 1:  # in GLM-4V, the token of images may stand for videos
             held[next(iter(self._kinds))] = held[seen[0]]
         return held
 

@@ -117,11 +117,7 @@ def _note_model(
     users: bool,
     was_empty: bool,
 ) -> None:
-    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache.
-
-    Args:
-        users: Whether the user's code runs the pass.
-    """
+    """Let a kept cache remember the model that has computed its tokens, and a report of the call the cache."""
     if cache.kept and not cache.state.current.items and (users or cache.fingerprint is None):
         before = None if was_empty else cache.fingerprint
         cache.fingerprint = filled_by(before, model, structure.walk, structure.known, compares=users)
@@ -166,15 +162,9 @@ def _run_eagerly(
 
 
 def _check_mask(cache: SharedContextCache, mask: Any, queries: int) -> None:
-    """Reject masks that hide anything but left padding: each row attends to all of its own tokens.
+    """Raise ValueError for a mask ``[rows, tokens]`` that hides more than left padding, or tokens of an empty cache.
 
-    Args:
-        mask: ``attention_mask`` of the pass, ``[rows, tokens]``, nonzero for visible tokens. Other types and masks of
-            four dimensions are left to the attention function, which rejects them.
-        queries: Tokens the pass appends to each row.
-
-    Raises:
-        ValueError: The mask hides more than left padding, or any tokens of an empty cache, or is not of its shape.
+    Other types and masks of four dimensions are left to the attention function, which rejects them.
     """
     if not isinstance(mask, Tensor) or mask.dim() == 4 or (mask.dim() == 2 and bool(mask.all())):
         return

@@ -17,13 +17,12 @@ Each is called with the state (`ModelState`), the model and the method's argumen
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMixin, GenerationMode
@@ -31,11 +30,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.utils import ModelOutput
 
-from ..._compat import CACHE, ENCODE, cache_in, is_compiled_in_place, untested_transformers
+from ..._compat import CACHE, ENCODE, cache_in, is_compiled_in_place, setting, untested_transformers
 from ...cache.layers.cross import ENCODER_OUTPUTS
 from ...cache.shared import SharedContextCache
 from ...errors import Unsupported, reason_of
-from ...parallel.ranks import ALONE, Ranks, described, in_several_processes
+from ...parallel.ranks import ALONE, in_several_processes
 from ..call_context import (
     ActiveCall,
     CallContext,
@@ -45,10 +44,9 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import CHOICES, adding_choices, adding_log_probs, require_scored
+from ..decoding.log_probs import CHOICES, finishing, require_scored
 from ..decoding.loop import decode_shared
-from ..decoding.sampling import generator_state
-from ..decoding.stopping import Stopping
+from ..decoding.stopping import agreed_criteria
 from ..forward_pass import forget_offset, left_out
 from ..inputs.distinct import encode_distinct, tokens_of_encoder
 from ..model_state import ModelState
@@ -61,7 +59,7 @@ from ..steps.modes import call_passes, choose_mode
 from ..steps.prefill_passes import begin_compiling_for_other_rows, begin_compiling_sampler
 from ..support import check_call, check_sequence_parallel, other_loop
 from .forward import forward
-from .switches import hands_generate_on, name_of, passes_loop_on, reads_its_cache, signature_of
+from .switches import OwnGenerate, reads_its_cache, signature_of
 from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -93,7 +91,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
     loop = "custom_generate" if call.loop_is_users else other_loop(call, mode)
     with call.or_stock(), call.together() as offer:
         given_tensors = {} if of_model is None else of_model.given
-        offer.compare(lambda: _compared(call, given_tensors, loop or mode.value), "generate was called differently")
+        offer.compare(lambda: call.compared(given_tensors, loop or mode.value), "generate was called differently")
         _require_shareable(call, mode, active_call)
         if call.inputs is not None:
             call.inputs.check(model, call.structure, mode)
@@ -101,9 +99,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         if loop is not None and config.cache_implementation == "static":
             raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
     if call.runs_stock:
-        model_state.captures.end_ahead(call.scope)
-        _require_same_draws(call, "transformers")
-        call.ranks.watchdog.enter_foreign_loop()
+        call.require_same_draws("transformers")
+        call.enter_stock_loop()
     elif loop is not None:
         return _prepare_first_pass(call, prepare, loop, longest=max_cache_length + 1)
     elif of_model is not None:
@@ -141,13 +138,11 @@ def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str
     call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
-    stock, chunk, checks_masks = call.arguments.get(CACHE), call.config.prefill_chunk_size, call.may_keep_cache
-    cache.first_pass = FirstPassPrompts(
-        call, stock=stock, longest=longest, loop=loop, chunk=chunk, checks_masks=checks_masks
-    )
+    stock, chunk = call.arguments.get(CACHE), call.config.prefill_chunk_size
+    cache.first_pass = FirstPassPrompts(call, stock=stock, longest=longest, loop=loop, chunk=chunk)
     call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.report.reason = f"the decoding loop of {loop} has not called the model"
-    _require_same_draws(call, f"the loop of {loop}")
+    call.require_same_draws(f"the loop of {loop}")
     call.arguments[CACHE] = cache
     return prepared
 
@@ -164,7 +159,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
     """Raise `Unsupported` if a call must run stock, by what is known of it before an encoder runs."""
     check_call(call, mode)
     if active_call is None or not (active_call.loop_is_ours or active_call.loop):
-        raise Unsupported(_why_not_ours(call.state, call.model))
+        raise Unsupported(OwnGenerate(call.state.methods, call.model).why_not())
     if active_call.recorder is not None and (loop := other_loop(call, mode)) is not None:
         raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
     if active_call.model is call.model and active_call.synced_gpus:
@@ -177,27 +172,32 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
     told = partial(told_by_shapes, model_state, model, args, kwargs)
     if recorder is None and not in_several_processes() and (report := told()) is not None:
         return _generate_stock(model_state, model, report, args, kwargs)
-    original = model_state.methods.original(model, "generate")
-    given = signature_of(original).bind_partial(*args, **kwargs).arguments | kwargs  # in a wrapper's, too
+    own = OwnGenerate(model_state.methods, model)
+    given = signature_of(own.method).bind_partial(*args, **kwargs).arguments | kwargs  # in a wrapper's, too
     loop = given.get("custom_generate")
-    takes_ours = _takes_our_loop(model_state, model, loop, len(args), given)
+    if not (takes_ours := own.takes_loop(len(args), given)):
+        require_scored(model, given, own.why_not(loop))
     with model_state.call(model) as may_share, overrides_left_out(None):
         ours, before = may_share and takes_ours, model_state.last_call
         tensors = {name: one for name, one in given.items() if isinstance(one, Tensor)}
         call = ActiveCall(model, ours, loop if may_share and callable(loop) else None, tensors, recorder=recorder)
-        token = active_call_of_thread.set(call)
         try:
-            with _gathered(model_state, call), closing(call.scope):
-                ranks = _ranks_of(model_state, model) if may_share else ALONE
+            with (
+                setting(active_call_of_thread, call),
+                model_state.gathered(model) as call.gathered,
+                closing(call.scope),
+            ):
+                several = may_share and in_several_processes()  # one alone reads its structure when it needs that
+                ranks = structure_of_call(model_state, model).ranks if several else ALONE
                 ranks.watchdog.frees(model_state.captures)
                 with ranks.watchdog.call("generate", model_state.options.peer_timeout):
                     if may_share and isinstance(cache_in(kwargs), SharedContextCache):
                         forget_offset(model)
                     if ours and ranks.alone and recorder is None:  # several agree on who captures, and not prefill
                         _begin_prefill(model_state, model, call, args, kwargs)
-                    output = original(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
+                    output = own.method(*args, **(kwargs | {"custom_generate": decode} if ours else kwargs))
             if may_share:
-                _report_bypass(model_state, call, before, loop, original)
+                _report_bypass(model_state, call, before, loop, own)
             return output
         except BaseException as error:
             if call.report is None:  # failed before the path was chosen
@@ -207,7 +207,6 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
         finally:
             if len(call.reports) > 1 and model_state.last_call is call.reports[-1]:
                 model_state.last_call = CallReport.of_inner(call.reports)
-            active_call_of_thread.reset(token)
             if call.structure is not None:
                 call.structure.release()
 
@@ -220,39 +219,14 @@ def _recorder(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, A
     return Recorder(model) if asked else None
 
 
-def _takes_our_loop(
-    model_state: ModelState, model: PreTrainedModel, loop: object, count: int, arguments: dict[str, Any]
-) -> bool:
-    """Whether `generate` takes our loop, after `count` positional arguments; raises ValueError as `require_scored`."""
-    original = model_state.methods.original(model, "generate")
-    hands_on = model_state.methods.wraps("generate") or hands_generate_on(type(model), arguments)
-    if loop is None and passes_loop_on(original, count, hands_on=hands_on):
-        return True
-    why = _why_not_ours(model_state, model) if loop is None else "custom_generate decodes by itself"
-    require_scored(model, arguments, why)
-    return False
-
-
-@contextmanager
-def _gathered(model_state: ModelState, call: ActiveCall) -> Iterator[None]:
-    """Context of a call in which parameters that processes divide are gathered where they can be."""
-    with model_state.gathered(call.model) as call.gathered:
-        yield
-
-
-def _ranks_of(model_state: ModelState, model: PreTrainedModel) -> Ranks:
-    """The processes that compute the model together; one alone does not read its structure before it needs that."""
-    return structure_of_call(model_state, model).ranks if in_several_processes() else ALONE
-
-
 def _report_bypass(
-    model_state: ModelState, call: ActiveCall, before: CallReport | None, loop: object, original: Callable[..., Any]
+    model_state: ModelState, call: ActiveCall, before: CallReport | None, loop: object, own: OwnGenerate
 ) -> None:
     """Report why a call that has returned did not share, where what it ran has never asked this package."""
     if not call.reports and model_state.last_call is before and not model_state.disable_pending:
         report, reason = _new_report(model_state, call), _why_unseen(call.model, loop)
     elif call.loop_is_ours and call.report is not None and not (call.report.reason or call.report.rows):
-        report, reason = call.report, f"{name_of(original)}, which replaces generate, left out custom_generate"
+        report, reason = call.report, f"{own}, which replaces generate, left out custom_generate"
     else:
         return
     _report_stock(model_state, report, reason)
@@ -309,14 +283,6 @@ def _begin_prefill(
     if kwargs.get(CACHE) is None:
         inputs = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
         model_state.captures.begin_prefill(model, inputs, call.scope)
-
-
-def _why_not_ours(model_state: ModelState, model: PreTrainedModel) -> str:
-    """Why `generate` could not be given this package's decoding loop."""
-    if not (model_state.methods.wraps("generate") or hands_generate_on(type(model), {})):
-        return "the model's class has a generate of its own"
-    name = name_of(model_state.methods.original(model, "generate"))
-    return f"{name} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
 
 
 def extract_generation_mode_kwargs(
@@ -381,9 +347,6 @@ def _shares_encoder(
     """Whether a call's encoder may run once for equal inputs, which calls that run stock must not notice.
 
     Rows of equal inputs differ by noise, by hooks and by adapters of their own; `check_call` refuses all of these.
-
-    Args:
-        others: Further arguments of `ENCODE`, one of which is the generation config.
     """
     active_call = active_call_of(model)
     config = next((one for one in others if isinstance(one, GenerationConfig)), None)
@@ -409,8 +372,7 @@ def decode(
 ) -> Any:
     """Decoding loop passed as ``custom_generate``; calls that cannot share context go to transformers' own loop."""
     given = logits_processor, stopping_criteria, generation_config, model_kwargs
-    finish = adding_log_probs(model, input_ids, *given, synced_gpus=synced_gpus)
-    finish = adding_choices(model, input_ids, *given[1:], then=finish)
+    finish = finishing(model, input_ids, *given, synced_gpus=synced_gpus)
     call, active_call = None, active_call_of_thread.get()
     if active_call is not None:
         call, active_call.context = active_call.context, None
@@ -437,7 +399,7 @@ def decode(
             call.recorder.begin(model_kwargs.get(CACHE))
         if call.must_share:  # its prompts cannot use the given cache
             model_kwargs[CACHE] = call.stock_cache()
-        _require_same_draws(call, "transformers")
+        call.require_same_draws("transformers")
         call.ranks.watchdog.enter_foreign_loop()
     if active_call is not None and not isinstance(model_kwargs.get(CACHE), SharedContextCache):
         active_call.give_back(model_kwargs)
@@ -449,7 +411,7 @@ def decode(
         model_kwargs["inputs_tensor"] = inputs_tensor
     if (of_model := active_call_of(model)) is not None and of_model.structure is not None:
         ranks, device = of_model.structure.ranks, input_ids.device
-        stopping_criteria = _agreed_criteria(ranks, stopping_criteria, generation_config, device)
+        stopping_criteria = agreed_criteria(ranks, stopping_criteria, generation_config, device)
     output = stock(
         model,
         input_ids,
@@ -470,67 +432,6 @@ def _for_callers(model: PreTrainedModel, output: Any) -> Any:
     if not isinstance(output.get(CACHE), SharedContextCache):
         return output
     return type(output)(**{name: value for name, value in output.items() if name != CACHE})
-
-
-class CriteriaOfRank0(StoppingCriteriaList):
-    """Stopping criteria of a loop of transformers' own, all of which end as rank 0's do; a collective each time."""
-
-    def __init__(self, criteria: StoppingCriteriaList, ranks: Ranks):
-        super().__init__(criteria)
-        self._ranks = ranks
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        return self._ranks.first(super().__call__(input_ids, scores, **kwargs))[0]
-
-
-def _agreed_criteria(
-    ranks: Ranks, criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
-) -> StoppingCriteriaList:
-    """Criteria that end a loop of transformers' own alike on all processes, where they could end it otherwise."""
-    if ranks.alone:
-        return criteria
-    config.max_time = None  # the criteria have it; a draft that ended by it would be shorter on one of them
-    alike = ranks.all(not Stopping(criteria, device).differs_by_process) == [True]
-    return criteria if alike else CriteriaOfRank0(criteria, ranks)
-
-
-_NOT_COMPARED = ("transformers_version",)
-
-
-def _compared(call: CallContext, given: dict[str, Tensor], loop: str) -> dict[str, object]:
-    """The fields that processes that compute a model together must give alike.
-
-    One with other prompts or options would run other passes than the others, which ends in an error of the
-    communication library, in a hang, or in tokens that no process would compute alone.
-
-    Args:
-        given: Tensors that `generate` was given, by name.
-        loop: What decodes.
-    """
-    fields: dict[str, object] = {"decoding loop": loop}
-    fields |= {name: value for name, value in given.items() if name not in call.arguments}
-    config = vars(call.config).items()
-    fields |= {name: value for name, value in config if not name.startswith("_") and name not in _NOT_COMPARED}
-    fields |= call.arguments
-    fields |= {f"enable(..., {name}=)": value for name, value in vars(call.options).items()}
-    if isinstance(cache := fields.get(CACHE), SharedContextCache):
-        tokens = ", ".join(map(described, cache.segment_tokens))
-        fields[CACHE] = f"{cache!r} of tokens {tokens}" if cache.rows else "an empty SharedContextCache"
-    return fields
-
-
-def _require_same_draws(call: CallContext, loop: str) -> None:
-    """Raise ValueError on all ranks if a loop other than this package's would draw other tokens on some of them."""
-    if not call.config.do_sample:
-        return
-    with call.together() as offer:
-        offer.compare(lambda: {"generator": generator_state(call.model.device)})
-    if offer.different:
-        raise ValueError(
-            f"the random generators ({call.model.device.type}) of the {call.ranks.count} processes that compute "
-            f"{type(call.model).__name__} together differ, so that this call, which {loop} decodes, would draw other "
-            "tokens on each: call transformers.set_seed(0), or with another number, on all of them before generate"
-        )
 
 
 METHODS: dict[str, Callable[..., Any]] = {

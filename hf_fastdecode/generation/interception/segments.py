@@ -19,8 +19,7 @@ def by_segments(
 ) -> Callable[..., Any]:
     """The call of a module with states, in which `call` runs for one segment of a packed row after another.
 
-    Args:
-        at_once: Called for packed rows with the cache's layer first; None where it does not serve one.
+    `at_once` is called for packed rows with the cache's layer first; it returns None where it does not serve one.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -122,11 +122,7 @@ def _of_class(kind: type, name: str) -> Callable[..., Any]:
 
 
 def _wrapped(wrapper: Wrapper, name: str, key: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Method that calls `wrapper` while the state has this key, with the signature of `original` for generate.
-
-    Once uninstalled, it forwards to the original, since other code's wrappers may still call it.
-    """
-
+    """Method that calls `wrapper` while the state has this key, and then `original`, for wrappers of other code."""
     lasts = name in _LASTING
 
     @functools.wraps(original)
@@ -236,8 +232,7 @@ class Overrides:
     def installed(self) -> Iterator[None]:
         """Context in which passes over a shared-context cache, of this thread, run them.
 
-        Raises:
-            Unsupported: A module has a hook or a method of its own, or a compiled call, which would not run.
+        Raises `Unsupported` if a module has a hook or a method of its own, or a compiled call, which would not run.
         """
         for one in self.found:
             _require_plain(self._modules[one.number], one.name)
@@ -300,23 +295,47 @@ def signature_of(method: Callable[..., Any]) -> inspect.Signature:
     return found
 
 
-def passes_loop_on(generate: Callable[..., Any], given: int, *, hands_on: bool) -> bool:
-    """Whether a `generate` and what it wraps take ``custom_generate``, after so many positional arguments.
+class OwnGenerate:
+    """A model's own `generate`, of its class or put on the instance by others, as it takes a decoding loop."""
 
-    Args:
-        hands_on: Whether it hands on what else it is given, so that it may take it among any arguments.
-    """
-    parameters = signature_of(generate).parameters
-    takes = "custom_generate" in parameters and given <= list(parameters).index("custom_generate")
-    takes |= hands_on and _takes_any(parameters)
-    inner: Callable[..., Any] | None = generate
-    while takes and inner is not None:  # a wrapper may take fewer arguments than what it wraps
-        if isinstance(inner, partial):
-            inner = inner.func
-        else:
-            takes = _takes_or_passes_on(inner)
-            inner = getattr(inner, "__wrapped__", None)
-    return takes
+    def __init__(self, methods: WrappedMethods, model: object):
+        self.method, self._kind = methods.original(model, "generate"), type(model)
+        self._replaced = methods.wraps("generate")
+
+    def hands_on(self, arguments: Mapping[str, Any]) -> bool:
+        """Whether it hands on what else it is given, so that it may take ``custom_generate`` among any arguments."""
+        own, name = own_code_of(self._kind), _of_transformers(self._kind)
+        hands = own is not None and name is not None and own.hands_generate_on(arguments)
+        return self._replaced or name in _HAND_LOOP_ON or hands
+
+    def takes_loop(self, given: int, arguments: Mapping[str, Any]) -> bool:
+        """Whether it, and what it wraps, take a ``custom_generate`` after so many positional arguments of these."""
+        if arguments.get("custom_generate") is not None:
+            return False
+        parameters = signature_of(self.method).parameters
+        takes = "custom_generate" in parameters and given <= list(parameters).index("custom_generate")
+        takes |= self.hands_on(arguments) and _takes_any(parameters)
+        inner: Callable[..., Any] | None = self.method
+        while takes and inner is not None:  # a wrapper may take fewer arguments than what it wraps
+            if isinstance(inner, partial):
+                inner = inner.func
+            else:
+                takes = _takes_or_passes_on(inner)
+                inner = getattr(inner, "__wrapped__", None)
+        return takes
+
+    def why_not(self, loop: object = None) -> str:
+        """Why it could not be given a loop, beside the caller's own, if any."""
+        if loop is not None:
+            return "custom_generate decodes by itself"
+        if not self.hands_on({}):
+            return "the model's class has a generate of its own"
+        return (
+            f"{self} replaces generate and has no **kwargs to pass custom_generate on with; wrap generate after enable"
+        )
+
+    def __str__(self) -> str:
+        return getattr(self.method, "__qualname__", type(self.method).__qualname__)
 
 
 def _takes_or_passes_on(function: Callable[..., Any]) -> bool:
@@ -341,13 +360,3 @@ def _of_transformers(kind: type) -> str | None:
     method = getattr(kind, "generate", None)
     of_models = getattr(method, "__module__", "").startswith("transformers.models.")
     return getattr(method, "__qualname__", None) if of_models else None
-
-
-def hands_generate_on(kind: type, arguments: Mapping[str, Any]) -> bool:
-    """Whether a class of transformers has a `generate` of its own that hands a call on, see `OwnCode`."""
-    own, name = own_code_of(kind), _of_transformers(kind)
-    return name in _HAND_LOOP_ON or (own is not None and name is not None and own.hands_generate_on(arguments))
-
-
-def name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)

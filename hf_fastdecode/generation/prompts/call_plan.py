@@ -24,48 +24,32 @@ from .reading import Prompts
 
 @dataclass(frozen=True)
 class Request:
-    """Requirements of a decoding loop on its prefill.
+    """Requirements of a decoding loop on its prefill."""
 
-    Attributes:
-        new_tokens: Maximum tokens appended per row.
-        wanted: Last positions of each prompt to return logits for.
-        recompute: Last tokens of each prompt to compute even if stored; see `compare_prompts`.
-        ends_in_steps: Whether the loop may compute last tokens of prompts as its first step, and prompt tokens of one
-            row alone into its suffix.
-        checks_later: Whether the caller can ask `weights_hold` while the device prefills.
-    """
-
-    new_tokens: int
-    wanted: int = 1
-    recompute: int = 0
+    new_tokens: int  # maximum tokens appended per row
+    wanted: int = 1  # last positions of each prompt to return logits for
+    recompute: int = 0  # last tokens of each prompt to compute even if stored; see `compare_prompts`
+    # Whether the loop may compute last tokens of prompts as its first step, and prompt tokens of one row alone into
+    # its suffix.
     ends_in_steps: bool = False
-    checks_later: bool = False
+    checks_later: bool = False  # whether the caller can ask `weights_hold` while the device prefills
 
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The plan of a call: its nodes, the tokens to prefill, and the cache.
-
-    Attributes:
-        cache: A new cache, or a fork of the given one or of one in the prefix store (`reuses`).
-        compared: The prompts, compared with each other and with the cache, without what `nodes` leave out.
-        nodes: The nodes, and the tokens to prefill into them.
-        keeps: Whether the prompts are kept for later calls.
-        checks_later: Whether the caller must ask `weights_hold`, since the prefix store was looked into.
-        unshared: Prompt tokens to prefill into suffixes, if any.
-        last_again: Whether each prompt's last token is computed as the first decode step.
-    """
+    """The plan of a call: its nodes, the tokens to prefill, and the cache."""
 
     prompts: Prompts
     request: Request
-    cache: SharedContextCache
+    cache: SharedContextCache  # a new cache, or a fork of the given one or of one in the prefix store (`reuses`)
+    # The prompts, compared with each other and with the cache, without what `nodes` leave out.
     compared: ComparedPrompts
-    nodes: PromptPlan
+    nodes: PromptPlan  # the nodes, and the tokens to prefill into them
     reuses: bool
-    keeps: bool
-    checks_later: bool
-    unshared: UnsharedPrompts | None = None
-    last_again: bool = False
+    keeps: bool  # whether the prompts are kept for later calls
+    checks_later: bool  # whether the caller must ask `weights_hold`, since the prefix store was looked into
+    unshared: UnsharedPrompts | None = None  # prompt tokens to prefill into suffixes, if any
+    last_again: bool = False  # whether each prompt's last token is computed as the first decode step
 
 
 def planned_alike(call: CallContext, make: Callable[[], CallPlan]) -> CallPlan:
@@ -91,11 +75,7 @@ def _agreed(plan: CallPlan) -> dict[str, object]:
 
 
 def plan_call(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
-    """The plan of a call with these prompts.
-
-    Raises:
-        ValueError: The caller's cache does not fit the prompts or the model.
-    """
+    """The plan of a call with these prompts; raises ValueError if the caller's cache does not fit."""
     # Several processes would have to agree on what they find later.
     later = request.checks_later and call.alone and call.given is None
     cache, compared, reuses = _find_shared(call, prompts, request, later)
@@ -192,7 +172,7 @@ def _kept_cache(call: CallContext, prompts: Prompts, checks_later: bool) -> Shar
         return None
     if keeps_prompts(call):
         store, least = call.state.prefix_store, call.options.min_shared_tokens
-        base, call.fingerprint = store.find(call.model_now, prompts.groups, least=least)
+        base, call.then = store.find(call.model, call.structure, prompts.groups, least=least)
         return base if checks_later or weights_hold(call) else None
     if not call.structure.layout.beyond_tokens:
         call.state.note_prompt(call.model, prompts.groups[0].tokens)
@@ -202,10 +182,7 @@ def _kept_cache(call: CallContext, prompts: Prompts, checks_later: bool) -> Shar
 def _compared(
     call: CallContext, prompts: Prompts, request: Request, base: SharedContextCache | None
 ) -> tuple[SharedContextCache, ComparedPrompts]:
-    """A fork of a cache, or a new one, and the prompts compared with it.
-
-    Prompts that run by rows share nothing with others, unless they begin alike or images say what they share.
-    """
+    """A fork of a cache, or a new one, and the prompts compared with it; not what prompts by rows do not share."""
     cache, stops = call.fork(base, request.new_tokens), request.recompute
     least = call.options.min_shared_tokens
     compared = compare_prompts(prompts.groups, StoredPrompts(cache), min_shared_tokens=least, recompute=stops)
@@ -229,13 +206,13 @@ def weights_hold(call: CallContext, beside: Beside | None = None) -> bool:
     Where they are not, the store is emptied. It takes launches for each parameter: with `beside`, while the device
     computes what a call is to use if they hold.
     """
-    if call.fingerprint is None:
+    if call.then is None:
         return True
     with nullcontext() if beside is None else beside.here():
-        if call.fingerprint.sampled_difference(call.structure.walk) is None:
+        if call.then.fingerprint.sampled_difference(call.structure.walk) is None:
             return True
     call.state.prefix_store.clear()
-    call.fingerprint = None
+    call.then = None
     return False
 
 

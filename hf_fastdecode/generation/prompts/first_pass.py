@@ -44,22 +44,14 @@ _RETURNS_KEYS: Final = "return_shared_kv_states"
 
 @dataclass
 class FirstPassPrompts:
-    """Runs a decoding loop's first pass as a shared prefill.
-
-    Attributes:
-        stock: The cache that transformers would have used; None where the model makes its own.
-        longest: Maximum row length, padding included.
-        loop: Feature that needs another decoding loop, for reports.
-        chunk: The call's ``prefill_chunk_size``, which its config no longer has: the first pass is of whole prompts.
-        checks_masks: Whether to check the masks of later passes: those of a user's loop, or over a returned cache.
-    """
+    """Runs a decoding loop's first pass as a shared prefill."""
 
     call: CallContext
-    stock: Cache | None
-    longest: int
-    loop: str
+    stock: Cache | None  # the cache that transformers would have used; None where the model makes its own
+    longest: int  # maximum row length, padding included
+    loop: str  # feature that needs another decoding loop, for reports
+    # The call's prefill_chunk_size, which its config no longer has: the first pass is of whole prompts.
     chunk: int | None
-    checks_masks: bool
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:
         """Prefill the prompts into the cache, or run `forward` with the stock cache if they cannot share.
@@ -80,7 +72,7 @@ class FirstPassPrompts:
             return forward(**with_cache(self._with_inputs(cache, arguments), None))
         cache.become(self.stock)  # the loop may go on with the object that it was given
         ids = arguments.get("input_ids")
-        if self.chunk is not None and self.loop != "custom_generate" and ids is not None:
+        if self.chunk is not None and not self.call.loop_is_users and ids is not None:
             own = ("input_ids", "return_dict")
             others = {name: value for name, value in arguments.items() if name not in own} | {CACHE: cache}
             if self.call.inputs is not None:  # which the method prepares by itself, for each chunk
@@ -97,11 +89,11 @@ class FirstPassPrompts:
         call.report.sampler_reason = reason
         mode, why = choose_pass_mode(call, request.new_tokens)
         call.set_mode(mode, why)
-        if not self._is_users:
+        if not call.loop_is_users:
             with call.together():
                 require_gain(call, plan, loop="transformers'")
         holds = held.enter_context(holding_captures(call))
-        watches = self._is_users or self.loop.startswith(OWN_METHOD)
+        watches = call.loop_is_users or self.loop.startswith(OWN_METHOD)
         self._log_unused(len(prompts.ids), reason)
         self._adopt(cache, plan)
         positions = _positions_of_last(plan, request.wanted)
@@ -119,10 +111,6 @@ class FirstPassPrompts:
             capture_passes(call, cache, held, reorders=reorders, watches=watches)
         return output
 
-    @property
-    def _is_users(self) -> bool:
-        return self.loop == "custom_generate"
-
     def _log_unused(self, rows: int, reason: str) -> None:
         options = self.call.options
         unused = [option for option in options.forced if option == "sampler='fast'"]
@@ -136,9 +124,9 @@ class FirstPassPrompts:
         mask, positions, width = prompts.mask, prompts.positions, prompts.width
         report.padded_length = report.context_width = width
         cache.adopt_state(plan.cache)
-        if mask is not None and not self._is_users and bool((mask[:, 1:] < mask[:, :-1]).any()):
-            self.checks_masks = False  # transformers' loop repeats the holes of a prompt's mask at every step
-        cache.checks_masks = self.checks_masks
+        cache.checks_masks = self.call.may_keep_cache  # else passes are transformers' own
+        if mask is not None and not self.call.loop_is_users and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            cache.checks_masks = False  # transformers' loop repeats the holes of a prompt's mask at every step
         cache.state.position_planes = 0 if positions.differ else positions.planes
         cache.state.padded_width = width if prompts.padded else None
         cache.state.counts_tokens = not positions.differ
@@ -155,9 +143,7 @@ class FirstPassPrompts:
             *(call, arguments.get(names.ids), arguments),
             reduced(arguments.get(names.positions), arguments.get(names.mask)),
             longest=self.longest,
-            kept=self.checks_masks,
             hidden=hidden,
-            users_loop=self._is_users,
             of_pass=True,
         )
         asked = arguments.get("logits_to_keep")
@@ -166,7 +152,7 @@ class FirstPassPrompts:
         wanted = min(asked or prompts.width, prompts.width)  # 0 and None mean all
         new_tokens, recompute = max(0, self.longest - prompts.width), prompts.width if hidden else wanted
         plan = plan_call(call, prompts, Request(new_tokens, wanted, recompute))
-        if self._is_users:  # it may read keys, so that it gets stock's cache unless sharing gains
+        if call.loop_is_users:  # it may read keys, so that it gets stock's cache unless sharing gains
             require_gain(call, plan, loop="a user's")
         return plan
 
@@ -234,10 +220,7 @@ def _positions_of_last(plan: CallPlan, last: int) -> Tensor:
 
 
 def _expand_to_rows(values: Tensor, positions: Tensor, real: Tensor, rows: Tensor) -> Tensor:
-    """Expand per-token outputs ``[tokens, ...]`` to so many rows of each group: ``[rows, last, ...]``, 0 for padding.
-
-    `positions`, the tokens' indices, and `real` are ``[groups, last]``; these and `rows` are on the CPU.
-    """
+    """Outputs ``[tokens, ...]`` at positions ``[groups, last]``, of so many rows each: ``[rows, last, ...]``."""
     device = values.device
     spread = values[positions.clamp(0, len(values) - 1).to(device)]
     if not bool(real.all()):

@@ -200,23 +200,16 @@ def _what_helps(prompts: int, samples: int, reuse_prefix: bool | int) -> str:
 
 @dataclass
 class TextCall:
-    """A call of `generate` that is given a text alone, by the shapes of its arguments.
+    """A call of `generate` that is given a text alone, by the shapes of its arguments."""
 
-    Attributes:
-        ids: ``[prompts, width]``.
-        samples: Most rows of a prompt, of which the call and its configs may give several numbers (`samples_differ`).
-        new_tokens: Most new tokens of a row; None if another setting bounds them.
-        padding: Token that stands for padding where there is no mask.
-        loop: Which loop of `LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [prompts, width]
     mask: Tensor | None
+    # Most rows of a prompt, of which the call and its configs may give several numbers (`samples_differ`).
     samples: int
     samples_differ: bool
-    new_tokens: int | None
-    padding: object
-    loop: str
+    new_tokens: int | None  # most new tokens of a row; None if another setting bounds them
+    padding: object  # token that stands for padding where there is no mask
+    loop: str  # which loop of `LOOPS` decodes, as far as the arguments tell; the one of least cost otherwise
 
     @classmethod
     def among(
@@ -280,19 +273,13 @@ class ShortCalls:
 
     Such a call runs stock, which is right for any model: of what may have changed since, only that matters which makes
     sharing worth more, and that is asked for.
-
-    Attributes:
-        conditions: What a step's time depends on, and what may add tokens; see `_conditions`.
-        has_encoder: Whether prompts are an encoder's.
-        advises: Whether prompts that begin like those of earlier calls are noticed.
-        estimates: By the loops that `TextCall` tells, on the CPU.
     """
 
     options: Options
-    conditions: tuple[Any, ...]
-    has_encoder: bool
-    advises: bool
-    estimates: Mapping[str, Estimate]
+    conditions: tuple[Any, ...]  # what a step's time depends on, and what may add tokens; see `_conditions`
+    has_encoder: bool  # whether prompts are an encoder's
+    advises: bool  # whether prompts that begin like those of earlier calls are noticed
+    estimates: Mapping[str, Estimate]  # by the loops that `TextCall` tells, on the CPU
     mode_reason: str
 
     @classmethod

@@ -25,7 +25,7 @@ from ..options import Options
 from ..structure import Structure
 from ..support import check_prefill, check_sequence_parallel, is_nothing, rope_limit
 from .by_rows import prefill_passes
-from .prompt_plan import PromptGroup, PromptPlan, StoredPrompts, compare_prompts, continuation_of
+from .prompt_plan import ComparedPrompts, PromptGroup, PromptPlan, StoredPrompts, compare_prompts, continuation_of
 from .reading import Prompts, read_text
 
 _ONE_TOKEN: Final[dict[str, Any]] = {
@@ -121,10 +121,13 @@ def _plan(
     Only neighbouring prompts share, and sorting makes prompts with a common prefix neighbours. The given order is
     preferred because evenly spaced spans of consecutive rows are read in one operator call.
     """
-    groups, min_shared_tokens = prompts.groups, options.min_shared_tokens
-    stored = StoredPrompts(cache)
-    given = compare_prompts(groups, stored, min_shared_tokens=min_shared_tokens)
-    given = continuation_of(structure.layout).reusing(given, cache, options.worth_passes)
+    groups, stored = prompts.groups, StoredPrompts(cache)
+
+    def compared(groups: list[PromptGroup]) -> ComparedPrompts:
+        found = compare_prompts(groups, stored, min_shared_tokens=options.min_shared_tokens)
+        return continuation_of(structure.layout).reusing(found, cache, options.worth_passes)
+
+    given = compared(groups)
     if prompts.apart:  # no two of them share
         given = given.apart()
     if prompts.by_rows:
@@ -132,9 +135,9 @@ def _plan(
     texts = [group.tokens.numpy().tobytes() for group in groups]
     order = sorted(range(len(groups)), key=texts.__getitem__)
     alike = [list(indices) for _, indices in groupby(order, key=texts.__getitem__)]
-    merged = [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
-    in_order = compare_prompts(merged, stored, min_shared_tokens=min_shared_tokens)
-    in_order = continuation_of(structure.layout).reusing(in_order, cache, options.worth_passes)
+    in_order = compared(
+        [PromptGroup(groups[same[0]].tokens, sum(groups[index].count for index in same)) for same in alike]
+    )
     if in_order.new_length >= given.new_length:
         return given.plan(), None
     starts = [0, *accumulate(group.count for group in groups)]

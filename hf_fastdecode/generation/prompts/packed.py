@@ -32,16 +32,11 @@ def stacked(model: PreTrainedModel, logits: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class PrefillPass:
-    """One forward pass over new tokens.
+    """One forward pass over new tokens."""
 
-    Attributes:
-        wanted: Indices of the new tokens that `logits`, ``[wanted, vocabulary]``, belong to.
-        output: The model's output, whose logits may belong to other tokens; None of a captured pass.
-    """
-
-    wanted: list[int]
+    wanted: list[int]  # indices of the new tokens that `logits`, [wanted, vocabulary], belong to
     logits: Tensor
-    output: Any
+    output: Any  # the model's output, whose logits may belong to other tokens; None of a captured pass
 
 
 def packed_passes(
@@ -165,11 +160,8 @@ def _positions(items: Iterable[PrefillItem]) -> Tensor:
 def _passes(
     items: Sequence[PrefillItem], max_tokens: int, continuation: TokensContinue = TOKENS
 ) -> Iterator[tuple[list[PrefillItem], list[Path]]]:
-    """Items, ordered by their positions in their segments, in passes of at most `max_tokens`, or one part, of which
-    each fills one contiguous run of each segment; parents come in an earlier pass than their children.
-
-    With the paths that a pass continues and that end within an item.
-    """
+    """Items in passes of at most `max_tokens`, or one part, each a contiguous run of each segment, parents first; and
+    the paths that each pass continues and that end within an item."""
     batch, ended = list[PrefillItem](), list[Path]()
     room, firsts = max_tokens, dict[int, int]()
     parts = (pair for whole in items for pair in enumerate(continuation.parts(whole, max_tokens)))

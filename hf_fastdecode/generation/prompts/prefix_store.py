@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from threading import Lock
-from typing import Any, NamedTuple
+from threading import RLock
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,7 +15,7 @@ from ...attention.forest import Forest
 from ...cache.forest_cache import consolidate
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
-from ..fingerprint import Fingerprint
+from ..fingerprint import ModelThen
 from ..options import Options
 from ..structure import Structure
 from .prompt_plan import PromptGroup, StoredPrompts
@@ -55,14 +54,6 @@ def require_room(model: PreTrainedModel, options: Options) -> None:
         )
 
 
-class ModelNow(NamedTuple):
-    """A model as a call finds it; `settings` finds what its nodes depend on beyond weights and modules."""
-
-    model: PreTrainedModel
-    structure: Structure
-    settings: Callable[[], tuple[Any, ...]]
-
-
 class PrefixStore:
     """LRU store of nodes prefilled by a model's recent calls, bounded in bytes.
 
@@ -71,24 +62,23 @@ class PrefixStore:
     """
 
     def __init__(self) -> None:
-        self._lock = Lock()
+        self._lock = RLock()
         self._kept: deque[_Kept] = deque()
-        self._fingerprint: Fingerprint | None = None
-        self._settings: tuple[Any, ...] = ()
+        self._then: ModelThen | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixStore:
         return PrefixStore()  # a copy of the model has other weights
 
     def find(
-        self, now: ModelNow, groups: list[PromptGroup], *, least: int
-    ) -> tuple[SharedContextCache | None, Fingerprint | None]:
+        self, model: PreTrainedModel, structure: Structure, groups: list[PromptGroup], *, least: int
+    ) -> tuple[SharedContextCache | None, ModelThen | None]:
         """Return the kept cache with most of the prompts' tokens; None if the longest match is under `least`.
 
-        With it, the fingerprint that the model has by all that the host can tell, if there is one: for `keep`, and to
+        With it, what the model is still by all that the host can tell, if there is something: for `keep`, and to
         compare the model's weights with before the cache's are used.
         """
         with self._lock:
-            self._drop_if_outdated(now)
+            self._drop_if_outdated(model, structure, sampled=False)
             best, most = None, 0
             prompts = [group.tokens for group in groups]
             for kept in self._kept:
@@ -96,17 +86,23 @@ class PrefixStore:
                 if max(lengths) >= least and sum(lengths) > most:
                     best, most = kept, sum(lengths)
             if best is None:
-                return None, self._fingerprint
+                return None, self._then
             self._kept.remove(best)
             self._kept.append(best)
-            return best.cache, self._fingerprint
+            return best.cache, self._then
 
     def keep(
-        self, now: ModelNow, cache: SharedContextCache, max_bytes: int, *, found: Fingerprint | None = None
+        self,
+        model: PreTrainedModel,
+        structure: Structure,
+        cache: SharedContextCache,
+        max_bytes: int,
+        *,
+        found: ModelThen | None,
     ) -> int:
         """Keep the nodes of a call's cache, with one row per distinct prompt; returns the bytes kept over all calls.
 
-        The model is not compared again with the fingerprint that `find` found for the call.
+        The model is not compared again with what `find` found for the call.
 
         Raises torch.OutOfMemoryError where memory does not suffice to merge a prompt's nodes; the store is then empty.
         """
@@ -120,10 +116,9 @@ class PrefixStore:
             raise
         prompts = StoredPrompts(twin)
         with self._lock:
-            if found is None or found is not self._fingerprint:
-                self._drop_if_outdated(now, sampled=True)
-            if self._fingerprint is None:
-                self._fingerprint, self._settings = Fingerprint(now.model, now.structure.walk), now.settings()
+            if found is None or found is not self._then:
+                self._drop_if_outdated(model, structure, sampled=True)
+            self._then = self._then or ModelThen.of(model, structure)
             if not any(kept.prompts.covers(prompts) for kept in self._kept):
                 self._kept = deque(kept for kept in self._kept if not prompts.covers(kept.prompts))
                 self._kept.append(_Kept(twin, prompts))
@@ -133,22 +128,12 @@ class PrefixStore:
 
     def clear(self) -> None:
         with self._lock:
-            self._clear()
+            self._kept.clear()
+            self._then = None
 
-    def _clear(self) -> None:
-        self._kept.clear()
-        self._fingerprint = None
-
-    def _drop_if_outdated(self, now: ModelNow, *, sampled: bool = False) -> None:
-        if (fingerprint := self._fingerprint) is None:
-            return
-        walk = now.structure.walk
-        if (
-            self._settings != now.settings()
-            or fingerprint.host_difference(now.model, walk, now.structure.known) is not None
-            or (sampled and fingerprint.sampled_difference(walk) is not None)
-        ):
-            self._clear()
+    def _drop_if_outdated(self, model: PreTrainedModel, structure: Structure, *, sampled: bool) -> None:
+        if self._then is not None and not self._then.is_now(model, structure, sampled=sampled):
+            self.clear()
 
     def _nbytes(self) -> int:
         """Bytes of the kept caches' storage, shared storage counted once."""

@@ -42,9 +42,6 @@ from .prompt_plan import (
 _ASKS_FOR_IMAGES: Final = (Unsupported, ValueError, TypeError, AttributeError, LookupError, NameError)
 """Errors of a model's code where there are none, such as of what is left None or unassigned then."""
 
-UNCONTINUED: Final = "layers of their own attend to images, which no kept cache holds"
-"""Why a call with such images takes no cache."""
-
 _IDS = 4  # of 62 bits each
 
 
@@ -106,15 +103,14 @@ class _OfInputs(TextPrefixes):
 class LayerImages(_OfInputs):
     """Prefixes of prompts with images that layers of the model's own attend to: text shares nothing of these.
 
-    Raises:
-        Unsupported: Such images cannot be in the caller's cache.
+    Raises `Unsupported` for a cache of the caller's, in which such images cannot be.
     """
 
     def __init__(self, call: CallContext, mask: str):
         super().__init__(call)
         self._mask = mask
         if call.must_share:
-            raise Unsupported(UNCONTINUED)
+            raise Unsupported("layers of their own attend to images, which no kept cache holds")
 
     def inputs(self, rows: Sequence[int]) -> FoundInputs:
         text, vision = self._call.structure.text_config, self._call.model.config.vision_config
@@ -126,11 +122,7 @@ _AFTER = "images after stored tokens"
 
 
 class ImagePrefixes(_OfInputs):
-    """Prefixes of prompts with images, each of which tokens stand for.
-
-    Args:
-        after: Whether prompts may have images after what they share or reuse.
-    """
+    """Prefixes of prompts with images, each of which tokens stand for, also `after` what prompts share or reuse."""
 
     of_text = False
 
@@ -141,8 +133,7 @@ class ImagePrefixes(_OfInputs):
     def known_ids(self, ids: Tensor) -> Tensor:
         """The ids, those of images by their digests if a cache of these prompts is kept or given.
 
-        Raises:
-            Unsupported: The call's images have no such ids, or text after them cannot be continued.
+        Raises `Unsupported` if the call's images have no such ids, or text after them cannot be continued.
         """
         call = self._call
         if not (call.must_share or call.returns_cache):
@@ -196,12 +187,8 @@ class ImagePrefixes(_OfInputs):
 def prefixes_of(call: CallContext, arguments: Mapping[str, Any], rows: int, *, narrow: bool) -> TextPrefixes:
     """Prefixes of so many prompts of a call, or of a pass with these model arguments.
 
-    Args:
-        narrow: Whether images may not come after what prompts share or reuse.
-
-    Raises:
-        Unsupported: Images that layers attend to cannot be in the caller's cache, or encoder outputs are of other
-            rows.
+    If `narrow`, images may not come after what prompts share or reuse. Raises `Unsupported` where images that layers
+    attend to cannot be in the caller's cache, or encoder outputs are of other rows.
     """
     if call.inputs is None:
         return TEXT if (found := find_inputs(arguments, rows)) is None else TextPrefixes(found)

@@ -26,16 +26,11 @@ FEWEST = 2
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """So many neighbouring rows with the same prompt.
+    """So many neighbouring rows with the same prompt."""
 
-    Attributes:
-        tokens: ``[length]`` int64 on the CPU, without padding.
-        gaps: Whether the mask hides places between the tokens.
-    """
-
-    tokens: Tensor
+    tokens: Tensor  # [length] int64 on the CPU, without padding
     count: int
-    gaps: bool = False
+    gaps: bool = False  # whether the mask hides places between the tokens
 
 
 def group_prompts(
@@ -80,10 +75,7 @@ def _selected(table: Tensor, rows: list[int]) -> Tensor:
 
 
 class StoredPrompts:
-    """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection.
-
-    The cache has empty suffixes.
-    """
+    """The distinct paths of a cache's rows, sorted by their tokens, to find the longest common prefix by bisection."""
 
     def __init__(self, cache: SharedContextCache):
         self.next_segment = len(cache.segment_tokens)
@@ -117,7 +109,7 @@ class StoredPrompts:
 
     def _longest(self, text: bytes) -> int:
         ids = np.frombuffer(text, np.int64)
-        return max((_common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
+        return max((common_prefix(ids, np.frombuffer(near, np.int64)) for near in self._neighbours(text)), default=0)
 
     def _neighbours(self, text: bytes) -> list[bytes]:
         """The sorted texts before and after this one, one of which has the longest common prefix."""
@@ -129,7 +121,8 @@ def _bytes(tokens: Tensor) -> bytes:
     return tokens.long().numpy().tobytes()
 
 
-def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    """How many numbers two arrays have in common from their first on."""
     length = min(len(left), len(right))
     different = left[:length] != right[:length]
     place = int(different.argmax()) if length else 0
@@ -138,21 +131,13 @@ def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class PromptPlan:
-    """Nodes of a batch, and the tokens to prefill.
+    """Nodes of a batch, and the tokens to prefill."""
 
-    Attributes:
-        forest: The rows' paths over stored and new spans.
-        items: Runs of tokens to prefill, parents first, contiguous in the new segment.
-        new_tokens: ``[length]`` ids of the new segment.
-        ends: Index of each group's last token among the new tokens; None if it is stored.
-        groups: For each item, the first group that has its tokens.
-    """
-
-    forest: Forest
-    items: tuple[PrefillItem, ...]
-    new_tokens: Tensor
-    ends: tuple[int | None, ...]
-    groups: tuple[int, ...]
+    forest: Forest  # the rows' paths over stored and new spans
+    items: tuple[PrefillItem, ...]  # runs of tokens to prefill, parents first, contiguous in the new segment
+    new_tokens: Tensor  # [length] ids of the new segment
+    ends: tuple[int | None, ...]  # index of each group's last token among the new tokens; None if it is stored
+    groups: tuple[int, ...]  # for each item, the first group that has its tokens
 
     @property
     def last_tokens(self) -> list[int]:
@@ -284,7 +269,7 @@ def compare_prompts(
     return ComparedPrompts(
         groups,
         [stored.longest_match(group.tokens) for group in groups],
-        [_common_prefix(left, right) for left, right in pairwise(group.tokens.numpy() for group in groups)],
+        [common_prefix(left, right) for left, right in pairwise(group.tokens.numpy() for group in groups)],
         stored.next_segment,
         min_shared_tokens,
         recompute,
@@ -334,10 +319,7 @@ class TokensContinue:
         return _divided(item, range(0, item.span.length, most))
 
     def why_little(self, shortest: int, prompt: int, held: int, reused: int) -> str | None:
-        """Why a prompt reuses less than half of a given cache, of which it holds so many tokens.
-
-        It diverges early, e.g. because it was tokenized separately.
-        """
+        """Why a prompt reuses less than half of a given cache: it diverges early, as one tokenized separately."""
         if 2 * held >= min(shortest, prompt):
             return None
         return f"{held} of the {shortest} or more tokens of the given cache; the rest of it is prefilled"

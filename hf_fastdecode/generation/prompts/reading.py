@@ -31,9 +31,6 @@ _FEW = 1 << 17
 
 _WHOLE: Final = (torch.int32, torch.int64, torch.bool)
 
-PLACED_OTHERWISE: Final = "tokens have other positions than those counted from a row's first"
-"""Reason where positions count padding, or a model makes them; a kept cache knows neither."""
-
 
 class Embeddings(NamedTuple):
     """Embeddings ``[rows, width, hidden]`` and negative ids ``[rows, width]``, equal for bitwise equal vectors.
@@ -69,33 +66,22 @@ class Embeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a call.
+    """The prompts of a call."""
 
-    Attributes:
-        ids: ``[rows, width]``; of embeddings, ids that stand for them.
-        row_positions: Positions for passes by rows, ``[..., rows or 1, width]``; None for those of the mask.
-        groups: Neighbouring rows with equal prompts.
-        padded: Whether positions count the padding of prompts.
-        apart: Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
-        tokens_say_all: Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
-        by_rows: Whether prompts run by rows, see `by_rows`.
-        inputs: Encoder inputs, or images that layers attend to, and which one each row reads.
-        prefixes: What the prompts may share and reuse.
-        embeddings: Of ids, if the prompts are embeddings.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [rows, width]; of embeddings, ids that stand for them
     mask: Tensor | None
     positions: Positions
-    row_positions: Tensor | None
-    groups: list[PromptGroup]
-    padded: bool
+    row_positions: Tensor | None  # positions for passes by rows, [..., rows or 1, width]; None for those of the mask
+    groups: list[PromptGroup]  # neighbouring rows with equal prompts
+    padded: bool  # whether positions count the padding of prompts
+    # Whether tokens have other positions than those counted from a row's first: of padding, or the model's.
     apart: bool
+    # Whether prompts with equal tokens are equal, so that stored ones may be used, and these stored.
     tokens_say_all: bool
-    by_rows: bool
-    inputs: FoundInputs | None = None
-    prefixes: TextPrefixes = TEXT
-    embeddings: Embeddings | None = None
+    by_rows: bool  # whether prompts run by rows, see `by_rows`
+    inputs: FoundInputs | None = None  # encoder inputs, or images that layers attend to, and which one each row reads
+    prefixes: TextPrefixes = TEXT  # what the prompts may share and reuse
+    embeddings: Embeddings | None = None  # of ids, if the prompts are embeddings
 
     @property
     def width(self) -> int:
@@ -140,9 +126,7 @@ def read_prompts(
     positions: Positions,
     *,
     longest: int,
-    kept: bool,
     hidden: bool = False,
-    users_loop: bool = False,
     of_pass: bool = False,
 ) -> Prompts:
     """The prompts of a call or of a first pass, checked.
@@ -151,9 +135,7 @@ def read_prompts(
         ids: ``[rows, width]``; None where `arguments`, which come with them, have embeddings.
         positions: As `arguments` have them.
         longest: Maximum row length, padding included.
-        kept: Whether the cache may outlive the call.
         hidden: Whether hidden states are returned.
-        users_loop: Whether a loop of the user's decodes, which may place tokens otherwise.
         of_pass: Whether a pass of another loop is given them, in which the model itself counts positions where none
             are given; before the own loop `generate` makes them of the mask.
 
@@ -170,7 +152,7 @@ def read_prompts(
     prefixes = prefixes_of(call, arguments, len(ids), narrow=of_pass)
     tokens_say_all = text and not positions.differ
     if not tokens_say_all:
-        _check_unkept(call, kept=kept, hidden=hidden, users_loop=users_loop)
+        _check_unkept(call, hidden=hidden)
     here, shown, placed = _on_host(ids, mask, positions)
     check_prompts(model, structure, here, shown, placed if text else Positions(None), longest=longest)
     if prefixes.found is not None or embeddings is not None:  # later passes of PEFT's have masks that cut tokens off
@@ -183,7 +165,7 @@ def read_prompts(
     planes = None if tokens_say_all else placed.ids
     groups = group_prompts(prefixes.known_ids(here), shown, planes, prefixes.numbers())
     by_rows = apart or not tokens_say_all or not _pack(structure, groups)
-    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=kept, hidden=hidden)
+    _check_uses(apart=apart and prefixes.found is None, by_rows=by_rows, kept=call.may_keep_cache, hidden=hidden)
     inputs = prefixes.inputs([group.count for group in groups])
     # Of images, passes by rows are given what the model is given, which may prepare it further.
     row_positions = positions.ids if text else call.arguments.get(names.positions)
@@ -205,7 +187,7 @@ def _check_uses(*, apart: bool, by_rows: bool, kept: bool, hidden: bool) -> None
     """Raise `Unsupported` where a kept cache, or hidden states, would need another prefill than prompts have."""
     if apart and (kept or hidden):
         what = "hidden states are asked for" if hidden else "the call's cache would be kept"
-        raise Unsupported(f"{PLACED_OTHERWISE}, and {what}")
+        raise Unsupported(f"tokens have other positions than those counted from a row's first, and {what}")
     if by_rows and hidden:
         raise Unsupported("output_hidden_states is not accelerated yet for prompts by rows, as of an encoder's inputs")
 
@@ -335,19 +317,19 @@ def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
     return "position_ids are not those of the attention mask"
 
 
-def _check_unkept(call: CallContext, *, kept: bool, hidden: bool, users_loop: bool) -> None:
-    """Raise `Unsupported` if a cache, which knows tokens alone, would outlive a call of which they do not say all.
+def _check_unkept(call: CallContext, *, hidden: bool) -> None:
+    """Raise `Unsupported` for a kept cache or hidden states, which know tokens alone, where these do not say all.
 
-    They do with images whose ids do (`ids_of_images`), where the model itself makes positions. Or for hidden states,
-    which are spread to rows by tokens.
+    They do with images whose ids do (`ids_of_images`), where the model itself makes positions, in a known loop.
     """
     what = "the planes of position_ids differ"
     if call.inputs is not None:
         what = f"prompts come with {call.inputs.name}"
     if hidden:
         raise Unsupported(f"output_hidden_states is for positions of text, and {what}")
-    if (call.inputs is not None and not call.places_given and not users_loop) or not (call.must_share or kept):
+    if call.inputs is not None and not (call.places_given or call.loop_is_users):
         return
     if call.must_share:
         raise Unsupported(f"a SharedContextCache is for positions of text, and {what}")
-    raise Unsupported(f"{what}, and the call's cache would be kept")
+    if call.may_keep_cache:
+        raise Unsupported(f"{what}, and the call's cache would be kept")

@@ -29,20 +29,15 @@ from .reading import Prompts, read_prompts
 
 @dataclass
 class Start:
-    """State at the start of decoding.
-
-    Attributes:
-        logits: ``[rows, vocabulary]`` after each prompt.
-        positions: ``[rows]`` int64: position of each row's next token.
-        suffix_tokens: ``[rows, tokens]`` int64: last tokens of the prompts that suffixes hold because nodes hold the
-            whole prompts but for them; at most one.
-        unshared: Prompt tokens that suffixes hold because no other row has them; None if nodes hold them.
-    """
+    """State at the start of decoding."""
 
     cache: SharedContextCache
-    logits: Tensor
-    positions: Tensor
+    logits: Tensor  # [rows, vocabulary] after each prompt
+    positions: Tensor  # [rows] int64: position of each row's next token
+    # [rows, tokens] int64: last tokens of the prompts that suffixes hold because nodes hold the whole prompts but for
+    # them; at most one.
     suffix_tokens: Tensor
+    # Prompt tokens that suffixes hold because no other row has them; None if nodes hold them.
     unshared: UnsharedPrompts | None = None
 
 
@@ -62,7 +57,7 @@ def start_shared(call: CallContext, passes: CallPasses, input_ids: Tensor) -> St
         if places_tokens(call.model):
             raise Unsupported("the model derives positions from the ids of whole prompts")
         longest, given = int(call.config.max_length), (call, input_ids, call.arguments, call.positions)
-        prompts = read_prompts(*given, longest=longest, kept=call.returns_cache)
+        prompts = read_prompts(*given, longest=longest)
         again = 0 if prompts.prefixes.of_text else 1
         request = Request(longest - prompts.width, recompute=again, ends_in_steps=True, checks_later=True)
         return _planned(call, prompts, request)
@@ -91,7 +86,7 @@ def _planned(call: CallContext, prompts: Prompts, request: Request) -> CallPlan:
 
 
 def _begin_again(call: CallContext, passes: CallPasses, prompts: Prompts, request: Request) -> tuple[CallPlan, Start]:
-    call.report.begin_again()
+    call.report.captured_prefill_tokens, call.report.known_tokens = 0, None
     plan = planned_alike(call, partial(_planned, call, prompts, replace(request, checks_later=False)))
     return plan, _begin(call, passes, plan)
 
@@ -171,11 +166,9 @@ def passes_of(
     tokens: Sequence[int],
     **arguments: Any,
 ) -> Iterator[PrefillPass]:
-    """Compute a plan's nodes into a cache, pass by pass.
+    """Compute a plan's nodes into a cache, pass by pass, with further arguments of `prefill_passes`.
 
-    Args:
-        tokens: Indices of the new tokens to return logits for, ascending; by rows, those of the plan's last positions.
-        arguments: Further ones of `prefill_passes`.
+    Logits are of the new `tokens` with these indices, ascending; by rows, of the plan's last positions.
     """
     prompts, rows = plan.prompts, plan.prompts.distinct_rows() if plan.prompts.by_rows else None
     if prompts.embeddings is not None:
@@ -212,6 +205,6 @@ def end_prefill(call: CallContext, cache: SharedContextCache, *, reusable: bool)
     if reusable and of_call and not of_gaps and keeps_prompts(call):
         with suppress(torch.OutOfMemoryError):
             call.report.kept_bytes = call.state.prefix_store.keep(
-                call.model_now, cache, call.options.reused_bytes, found=call.fingerprint
+                call.model, call.structure, cache, call.options.reused_bytes, found=call.then
             )
     call.report.observe_nodes(cache)

@@ -23,15 +23,10 @@ Numbers = NDArray[np.int64]
 
 
 class RecordedRow(NamedTuple):
-    """A row of prompt and completion.
+    """A row of prompt and completion."""
 
-    Attributes:
-        ids: ``[length]``: its tokens, without padding.
-        tokens: ``[length]``: where their choices are stored; -1 for the last, which no layer computed.
-    """
-
-    ids: Numbers
-    tokens: Numbers
+    ids: Numbers  # [length]: its tokens, without padding
+    tokens: Numbers  # [length]: where their choices are stored; -1 for the last, which no layer computed
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +80,7 @@ class RouterChoices:
 
 
 class Recorder:
-    """What routers choose in the passes of a call, in all of which its rows are the same.
-
-    Attributes:
-        made: The choices of the finished rows; None before.
-    """
+    """What routers choose in a call's passes, all of the same rows; `made` when these are finished, None before."""
 
     def __init__(self, model: nn.Module):
         self._routers = routers_of(model)

@@ -128,10 +128,7 @@ class Replayed:
 
 
 class _Choosing(TorchFunctionMode):
-    """Context of one router, in which `torch.topk` of scores returns given places, and the scores there.
-
-    Of groups of experts that a router takes first, those of given experts are taken, as others' scores count as 0.
-    """
+    """Context of one router, in which `torch.topk` of scores returns given places, or their groups, and the scores."""
 
     def __init__(self, given: Tensor, known: Tensor | None, experts: int):
         super().__init__()

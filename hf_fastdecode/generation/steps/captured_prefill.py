@@ -50,25 +50,15 @@ A capture takes as long as two eager passes and some milliseconds, and saves mos
 
 
 class PrefillShape(NamedTuple):
-    """The kind of passes that a captured one serves.
+    """The kind of passes that a captured one serves."""
 
-    Attributes:
-        tokens: Number of tokens, with padding.
-        wanted: Number of tokens to return logits for.
-        several: Whether it takes several runs of tokens.
-        contexts: Whether runs have stored contexts.
-        planes: Planes of positions.
-        fused_rows: Maximum tokens for which projections of the same input run concurrently.
-        autocast: The dtype of the autocast around the call, if any.
-    """
-
-    tokens: int
-    wanted: int
-    several: bool
-    contexts: bool
-    planes: int
-    fused_rows: int
-    autocast: torch.dtype | None = None
+    tokens: int  # number of tokens, with padding
+    wanted: int  # number of tokens to return logits for
+    several: bool  # whether it takes several runs of tokens
+    contexts: bool  # whether runs have stored contexts
+    planes: int  # planes of positions
+    fused_rows: int  # maximum tokens for which projections of the same input run concurrently
+    autocast: torch.dtype | None = None  # of the autocast around the call, if any
 
     @classmethod
     def of(
@@ -192,9 +182,8 @@ Captured = TypeVar("Captured", bound=_Captured)
 class CapturedPrefills(Generic[Captured]):
     """The captured prefill passes of one kind and model, part of its `Captures`.
 
-    Args:
-        most: Most that are kept; as many as `_MOST_PASSES` when None.
-        one_of_a_shape: Whether there is no second one of a shape, where the first does not fit.
+    At `most` so many are kept, `_MOST_PASSES` by default; if `one_of_a_shape`, no second one where the first does not
+    fit.
 
     Attributes:
         count: Number of captures made.
@@ -300,11 +289,7 @@ class CapturedRows:
 
     Such a pass takes the host longer, to launch the kernels of all layers, than the device to run them. Inputs have
     one length, as recordings do, and prompts too, without padding; others run eagerly. Keys and values of both are
-    stored, see `cache.captured_prefill.PaddedRows`.
-
-    Args:
-        cache: The cache of the pass to capture with, whose items are being prefilled.
-        longest: Tokens of the longest row by the end of the call.
+    stored, see `cache.captured_prefill.PaddedRows`. Arguments are as for `CapturedPrefill`.
     """
 
     def __init__(

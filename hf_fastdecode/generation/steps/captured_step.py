@@ -42,24 +42,16 @@ from .graph_capture import CapturedGraph, captured_graph
 
 
 class CaptureOptions(NamedTuple):
-    """Options of a capture, other than the number of rows.
+    """Options of a capture, other than the number of rows."""
 
-    Attributes:
-        fused_rows: Maximum rows for which projections of the same input run concurrently.
-        queries: Tokens of each row.
-        planes: Number of planes of positions that are given; () for positions without planes, or with equal ones.
-        reordered: Whether suffixes may be reordered, see `SuffixOrigins`.
-        records: Whether a step also returns what routers choose.
-        autocast: The dtype of the autocast around the call, if any.
-    """
-
-    fused_rows: int
+    fused_rows: int  # maximum rows for which projections of the same input run concurrently
     arguments: tuple[tuple[str, Any], ...]
-    queries: int = 1
+    queries: int = 1  # tokens of each row
+    # Number of planes of positions that are given; () for positions without planes, or with equal ones.
     planes: tuple[int, ...] = ()
-    reordered: bool = False
-    records: bool = False
-    autocast: torch.dtype | None = None
+    reordered: bool = False  # whether suffixes may be reordered, see `SuffixOrigins`
+    records: bool = False  # whether a step also returns what routers choose
+    autocast: torch.dtype | None = None  # of the autocast around the call, if any
 
 
 def bucket(rows: int) -> int:
@@ -208,11 +200,7 @@ _FEWEST_ORIGINS = 256
 
 
 class OutputFields:
-    """The tensors of a pass's output, and how the output is made of them.
-
-    Args:
-        shape: Rows and tokens, the first two dimensions of each tensor.
-    """
+    """The tensors ``[rows, tokens, ...]``, of such a `shape`, of a pass's output, and how it is made of them."""
 
     def __init__(self, shape: tuple[int, int]):
         self._shape = shape

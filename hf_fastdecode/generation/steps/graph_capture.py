@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ...kernels.ahead import compiled_ahead
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.ranks import ALONE, Ranks
 from ..autocast import casting_anew
+from ..forward_pass import stream_for
 from ..fused.experts import LargestOfFew
 from ..fused.gated import RowProducts
 from ..fused.norms import WaitingSums
@@ -90,7 +91,7 @@ class CapturedGraph:
             self._run, self._context = run, context
             return
         with CAPTURING, context(), torch.cuda.device(device):
-            stream = capture_stream(device)
+            stream = stream_for(device, "captures")
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), ranks.pass_before_capture():
                 sizes = [output.nbytes for output in compiled_ahead(run, device, partial(_on_any, ranks))]
@@ -143,12 +144,6 @@ def captured_graph(
 
 CAPTURING = threading.RLock()
 """Held during a capture: all models share a device's capture streams."""
-
-
-@cache
-def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Stream for capturing steps."""
-    return torch.cuda.Stream(device)
 
 
 class _Address:
@@ -220,18 +215,13 @@ _TOGETHER = (
 """Names of sibling modules that are applied to the same input."""
 
 
-@cache
-def branch_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """Streams for parallel branches of a captured step."""
-    return tuple(torch.cuda.Stream(device) for _ in range(_BRANCHES))
-
-
 def linears(inputs: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """`F.linear` of one input by several weights, on CUDA concurrently."""
     if not inputs.is_cuda:
         return [F.linear(inputs, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     main = torch.cuda.current_stream(inputs.device)
-    streams = [main, *branch_streams(inputs.device)[: len(weights) - 1]]
+    branches = min(_BRANCHES, len(weights) - 1)
+    streams = [main, *(stream_for(inputs.device, f"branch {number} of a capture") for number in range(branches))]
     for stream in streams[1:]:
         stream.wait_stream(main)
     outputs = []
@@ -275,11 +265,8 @@ class FusedProjections(TorchFunctionMode):
     """Context in which this thread computes products of few rows by a kernel, and projections of one input together.
 
     A function mode is thread-local and replaces no module, so passes of other threads are unaffected. Modules that the
-    user has compiled keep their products: tracing this code would break their graphs.
-
-    Args:
-        model: The model.
-        concurrent: Whether projections of one input run concurrently where the kernel does not serve them.
+    user has compiled keep their products: tracing this code would break their graphs. If `concurrent`, projections of
+    one input run concurrently where the kernel does not serve them.
     """
 
     def __init__(self, model: nn.Module, *, concurrent: bool = True):

@@ -52,9 +52,7 @@ _BY_ROWS = "prefill by rows"
 class PrefillPasses:
     """Captured packed prefill of one call, which holds the lock of the model's captures.
 
-    Args:
-        refresh: Drops captures that the model's state has outdated.
-        fused_rows: Maximum tokens for which projections of the same input run concurrently.
+    `refresh` drops captures that the model's state has outdated; see `PrefillShape` for `fused_rows`.
     """
 
     def __init__(self, call: CallContext, refresh: Callable[[], None], fused_rows: int):
@@ -149,12 +147,7 @@ def _find(
     make: Callable[[Any], Captured],
     kind: Hashable,
 ) -> Captured | None:
-    """The captured pass for a cache's current items; captured now where that pays and does not fail.
-
-    Args:
-        make: Captures it, in the memory pool that it is given.
-        kind: Passes that are not captured again after a failure that is not for lack of memory.
-    """
+    """The captured pass for a cache's current items; captured now by `make` where that pays and does not fail."""
     found = kept.find(shape, forest, longest)
     if found is not None or not kept.pays(shape, forced=call.options.needs_capture is not None):
         return found
@@ -255,10 +248,7 @@ def _attend_all(call: CallContext, forest: Forest, dtype: torch.dtype) -> None:
 
 
 def _attend(store: Store, forest: Forest, dtype: torch.dtype, device: torch.device, *, merged: bool = False) -> None:
-    """Launch the kernels of a layer's captured step over a forest, for launches that are left out.
-
-    With `merged`, what they compute is merged with expanded nodes.
-    """
+    """Launch the kernels of a layer's captured step over a forest, merged with expanded nodes or not."""
     rows, heads, kv_heads = bucket(forest.rows), store.kv_heads * store.group_size, store.kernel_heads
     rest = store.head_dim - store.value_dim  # of latents
     query = torch.empty(rows, heads, 1, store.head_dim, dtype=dtype, device=device)
@@ -283,17 +273,11 @@ def _attend_expanded(store: Store, widths: Widths, forest: Forest, dtype: torch.
 
 
 class Failure(NamedTuple):
-    """Why a capture failed.
+    """Why a capture failed."""
 
-    Attributes:
-        reason: The error's first line.
-        out_of_memory: Whether PyTorch's memory did not suffice: fewer rows may be captured.
-        unsupported: Whether it was refused: other rows and lengths may be captured.
-    """
-
-    reason: str
-    out_of_memory: bool
-    unsupported: bool
+    reason: str  # the error's first line
+    out_of_memory: bool  # whether PyTorch's memory did not suffice: fewer rows may be captured
+    unsupported: bool  # whether it was refused: other rows and lengths may be captured
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
