@@ -8,7 +8,7 @@ import torch
 import hf_fastdecode as fd
 from hf_fastdecode.generation.inputs import features
 from hf_fastdecode.generation.model_state import state_of
-from hf_fastdecode.generation.prompts import prefixes
+from hf_fastdecode.generation.prompts import by_rows, prefixes
 
 from ..architectures.classes import tiny_model_of
 from ..image_inputs import prompts_with_images
@@ -185,6 +185,22 @@ def test_prompts_that_attend_both_ways_share_no_beginning(monkeypatch):
     begin_alike(inputs, 0, 1, 35)
     report = as_in_stock(model, lambda: run(model, inputs, "samples"), "shared", **FEW, max_prefill_tokens=40)
     assert report.prefilled_tokens == int(inputs["attention_mask"].sum())
+
+
+def test_passes_fit_in_free_memory(monkeypatch):
+    """The first one with an image, of one prompt, is counted, once; and only the images of its prompts are encoded."""
+    model = tiny_model_of("Qwen3VLForConditionalGeneration")
+    inputs = prompts_with_images(model, *[(5, (4, 4, seed), 9) for seed in range(1, 7)])
+    monkeypatch.setattr(by_rows, "_FEW", 8)
+    monkeypatch.setattr(by_rows, "_bytes_with_images", {})
+    report, counted = compared(model, inputs, "samples")
+    assert counted == [6 * 16]  # free memory is not known on a CPU
+    monkeypatch.setattr(by_rows, "usable_memory", lambda device: 1)
+    for runs in ([16] * 6, [32] * 3):
+        assert compared(model, inputs, "samples")[1] == runs
+        needed = by_rows._bytes_with_images[model][model.dtype]
+        monkeypatch.setattr(by_rows, "usable_memory", lambda device, needed=needed: 2 * needed * 50)
+    assert report.path == "shared"
 
 
 def test_equal_tokens_with_other_images_are_other_inputs(model):

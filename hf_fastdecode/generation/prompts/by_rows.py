@@ -8,10 +8,10 @@ different prompts with images is a node of its own; it runs before what follows.
 layers have states, images that follow run without padding, which would come between the state and the next token,
 hence with others of the same length only.
 
-A pass of scans has as many tokens as its tensors have memory for. In PyTorch, scans of several tokens keep products of
-all pairs of a token and an entry of the state, where no kernel runs instead: of Nemotron-H in transformers 5.17 some
-9 MB per token. What a pass takes is counted once per model and dtype, over a few tokens, and compared with free memory
-before each prefill.
+A pass has as many tokens as its tensors have memory for. In PyTorch, scans of several tokens keep products of all
+pairs of a token and an entry of the state, where no kernel runs instead: of Nemotron-H in transformers 5.17 some 9 MB
+per token. And some images have many more patches than tokens. What a pass takes is counted once per model and
+dtype, over a few tokens or over the first prompt with an image, and compared with free memory before each prefill.
 """
 
 from __future__ import annotations
@@ -194,16 +194,19 @@ def _row_passes(
     captured: CapturedRowPasses | None,
 ) -> Iterator[PrefillPass]:
     """The passes of `prefill_passes` by rows."""
+    several, width = len(plan.items) > 1, rows.inputs.shape[1]
+    capacity = ImagePasses(model, max_tokens, len(plan.items) * width) if rows.images and several else None
     features = None if rows.images is None else SharedFeatures(model, rows.images.counts_in_stock)
     arguments: dict[str, Any] = {"logits_to_keep": keep} if keeps_logits(model) else {}
-    for run in _runs(cache, plan, rows, continuation, max_tokens):
+    for run in _runs(cache, plan, rows, continuation, max_tokens, capacity):
         items = [one.item for one in run]
         part = rows.of_run(run)
         if run[0].form is Form.PACKED:
             yield _packed_pass(model, cache, items, part.packed(), keep)
             continue
         real = _shown(part.inputs, part.attention_mask)
-        with _storing(cache, part, items, real.to(input_device(model))):
+        counting = nullcontext() if capacity is None or not part.have_images else capacity.counting(real.numel())
+        with counting, _storing(cache, part, items, real.to(input_device(model))):
             output = None
             if captured is not None and part.attention_mask is None and part.images is None:
                 output = captured(cache, part.inputs, part.position_ids, keep)
@@ -219,19 +222,27 @@ def _runs(
     rows: Rows,
     continuation: TokensContinue,
     max_tokens: int,
+    capacity: ImagePasses | None,
 ) -> Iterator[list[Part]]:
-    """The parts of each pass by rows; a single one if it is unknown which images belong to which prompt."""
+    """The parts of each pass by rows; with the capacity of passes with images, if several prompts have some.
+
+    They are a single pass if it is unknown which images belong to which prompt. One that does not depend on that is
+    found first, since it may take a pass of the encoder to find out.
+    """
     images, width = rows.images, rows.inputs.shape[1]
     prompts = whole_prompts(plan, rows, scans=continuation.scans)
-    runs = passes(prompts, width, max_tokens)
+    runs = passes(prompts, width, max_tokens, capacity=capacity)
     if rows.inputs_of is not None and (inputs := cache.inputs) is not None:
         inputs.assign([begin_of((item.span,)) for item in plan.items], rows.inputs_of.tolist())
         at_once = max(1, max_tokens // max(width, inputs.tokens)), max(1, max_tokens // width)
         runs = passes_by_input(prompts, rows.inputs_of, *at_once)
     if images is None:
         return runs
-    known = list(runs)  # first, since it may take a pass of the encoder to find out
-    return iter(known if len(known) == 1 or images.apart else [prompts])
+    if capacity is None or capacity.settled:
+        runs = iter(known := list(runs))
+        if len(known) == 1:
+            return runs
+    return runs if images.apart else iter([prompts])
 
 
 @contextmanager
@@ -347,11 +358,13 @@ def passes_by_input(
             yield [parts[index] for index in those[start : start + most]]
 
 
-def passes(parts: Sequence[Part], width: int, max_tokens: int) -> Iterator[list[Part]]:
+def passes(
+    parts: Sequence[Part], width: int, max_tokens: int, *, capacity: ImagePasses | None = None
+) -> Iterator[list[Part]]:
     """The parts of each pass: whole prompts first, then others, those in rows of one length by length.
 
     A part comes after what it continues, whose context is a part of its own. A pass has at most `max_tokens`
-    positions, padding included, but one part at least.
+    positions, padding included, or what its capacity for images says, but one part at least.
     """
     alike: dict[tuple[int, int, int], list[Part]] = {}
     forms = list(Form)
@@ -362,10 +375,12 @@ def passes(parts: Sequence[Part], width: int, max_tokens: int) -> Iterator[list[
     for _, those in sorted(alike.items(), key=lambda item: item[0]):
         run, longest, tokens = list[Part](), 0, 0
         for part in those:
-            length = width if part.form is Form.WHOLE else part.item.span.length
+            limit, length = max_tokens, width if part.form is Form.WHOLE else part.item.span.length
+            if capacity is not None and part.form in (Form.WHOLE, Form.PADDED):
+                limit = capacity.most()
             longest, tokens = max(longest, length), tokens + length
             places = tokens if part.form is Form.PACKED else (len(run) + 1) * longest
-            if run and places > max_tokens:
+            if run and places > limit:
                 yield run
                 run, longest, tokens = [], length, length
             run.append(part)
@@ -378,10 +393,13 @@ _COUNTED = 256
 _FEW = 1024
 """Tokens that fit anyway."""
 
+_EMPTY = (torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_strided)
+
 _USED_SHARE = 0.5
 """Share of free memory that these tensors may take: PyTorch's allocator keeps blocks of other sizes for a while."""
 
 _bytes_per_token: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
+_bytes_with_images: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, float]] = WeakKeyDictionary()
 
 
 def tokens_that_fit(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
@@ -396,13 +414,43 @@ def tokens_that_fit(model: PreTrainedModel, tokens: int, planes: int = 0) -> int
     return tokens if fit >= tokens else max(1, fit // _COUNTED) * _COUNTED
 
 
+class ImagePasses:
+    """Positions that passes over prompts with images may have, of so many in all; the first pass is counted."""
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int, positions: int):
+        self._max_tokens, self._dtype = max_tokens, model.dtype
+        self._known = _bytes_with_images.setdefault(model, {})
+        self._usable = None if positions <= _FEW else usable_memory(input_device(model))
+
+    @property
+    def settled(self) -> bool:
+        return self._usable is None or self._dtype in self._known
+
+    def most(self) -> int:
+        """The number, 1 before it is known: a pass has one prompt at least."""
+        if self._usable is None:
+            return self._max_tokens
+        needed = self._known.get(self._dtype)
+        return 1 if needed is None else min(self._max_tokens, int(_USED_SHARE * self._usable / needed))
+
+    @contextmanager
+    def counting(self, positions: int) -> Iterator[None]:
+        """Context of a pass of so many positions."""
+        if self.settled:
+            yield
+            return
+        with _Counted() as counted:
+            yield
+        self._known[self._dtype] = max(1.0, counted.most / positions)
+
+
 @torch.no_grad()
 def most_bytes(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
     """The most bytes that tensors of a pass over so many tokens of a row take at a time, as they run here."""
     ids, cache = torch.zeros(1, tokens, dtype=torch.long, device=input_device(model)), SharedContextCache()
     cache.kept, cache.state.position_planes = False, planes
     more: dict[str, Any] = {"logits_to_keep": 1} if keeps_logits(model) else {}
-    with _Counted() as counted:
+    with _Counted(empty=True) as counted:
         forward_pass(
             model, cache, torch.arange(tokens, device=ids.device)[None], input_ids=ids, use_cache=True, **more
         )
@@ -410,11 +458,12 @@ def most_bytes(model: PreTrainedModel, tokens: int, planes: int = 0) -> int:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, also of those that kernels fill, and that caches keep: `most`
-    at a time."""
+    """Counts the bytes of tensors that operators make (`most` at a time); where `empty`, also of those that kernels
+    fill, and that caches keep."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, empty: bool = False) -> None:
         super().__init__()
+        self._left_out = () if empty else _EMPTY
         self.most = self._held = 0
         self._known: set[int] = set()
 
@@ -423,7 +472,7 @@ class _Counted(TorchDispatchMode):
     ) -> Any:
         found = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)}
-        for one in tree_iter(found):
+        for one in tree_iter(found) if getattr(func, "overloadpacket", None) not in self._left_out else ():
             storage = one.untyped_storage() if isinstance(one, Tensor) else None
             if storage is not None and storage._cdata not in given | self._known:  # no view
                 self._known.add(storage._cdata)
