@@ -200,13 +200,6 @@ def bytes_text(count: float) -> str:
     return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
 
 
-def cpu_is_busy() -> bool:
-    """Whether other programs have had work for every core over the last minute, and threads are not limited."""
-    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
-        return False
-    return os.getloadavg()[0] >= (os.cpu_count() or 1)
-
-
 @contextmanager
 def resumed_by_same_command(path: Path) -> Iterator[None]:
     """Context in which Ctrl-C says that finished work is kept, before it ends the command."""

@@ -9,7 +9,7 @@ from typing import Final
 import typer
 
 from ..model_names import EMBEDDED
-from .console import cpu_is_busy, forced_options, quiet_libraries
+from .console import forced_options, quiet_libraries
 from .interrupts import exit_on_interrupt
 from .options import (
     Device,
@@ -62,7 +62,6 @@ def demo(
     check_enable_options()
     check_device(device)
     (task,) = pick_tasks([task_id], shots)
-    busy = cpu_is_busy()
     with quiet_libraries():
         with exit_on_interrupt():
             from rich.console import Console
@@ -76,9 +75,7 @@ def demo(
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, machine=machine(target), model=name, best=_SHOWN))
-    if busy and target.type == "cpu":
-        print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
+    Console().print(demo_text(found, task, shots, machine=machine(target), model=name, best=_SHOWN))
     print(_next_steps(Path(sys.executable)))
 
 
