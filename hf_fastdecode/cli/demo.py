@@ -9,20 +9,9 @@ from typing import Final
 import typer
 
 from ..model_names import EMBEDDED
+from . import options
 from .console import forced_options, quiet_libraries
 from .interrupts import exit_on_interrupt
-from .options import (
-    Device,
-    MaxNewTokens,
-    SamplingOptions,
-    Seed,
-    Temperature,
-    TopP,
-    check_device,
-    check_enable_options,
-    pick_device,
-    pick_tasks,
-)
 
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""
@@ -36,12 +25,12 @@ SHOTS: Final = 9
 def demo(
     n: int = typer.Option(32, help="Completions to draw."),
     shots: int = typer.Option(SHOTS, help="Solved examples before the task, of about 150 tokens each."),
-    max_new_tokens: MaxNewTokens = 96,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = 0,
+    max_new_tokens: options.MaxNewTokens = 96,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = 0,
     task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
-    device: Device = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Compare stock and shared decoding on the embedded model. Needs no download.
 
@@ -56,12 +45,12 @@ def demo(
         hf-fastdecode demo --n 128 --shots 12
         hf-fastdecode demo --task-id 117 --seed 3
     """
-    sampling = SamplingOptions(
+    sampling = options.SamplingOptions(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     ).sampling()
-    check_enable_options()
-    check_device(device)
-    (task,) = pick_tasks([task_id], shots)
+    options.check_enable_options()
+    options.check_device(device)
+    (task,) = options.pick_tasks([task_id], shots)
     with quiet_libraries():
         with exit_on_interrupt():
             from rich.console import Console
@@ -69,7 +58,7 @@ def demo(
             from .demo_run import demo_text, run_demo
             from .models import load_model, machine
 
-        target = pick_device(device)
+        target = options.pick_device(device)
         model, tokenizer = load_model(EMBEDDED, "float32", target)
         with forced_options():
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
