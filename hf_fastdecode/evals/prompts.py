@@ -74,7 +74,6 @@ class ThoughtfulAnswer(StopRule):
     """
 
     def __init__(self, task: Task, thoughts: Thoughts):
-        super().__init__()
         self._task, self._thoughts = task, thoughts
 
     def answer_start(self, text: str) -> int | None:
@@ -100,9 +99,6 @@ class ThoughtfulAnswer(StopRule):
             return continued(self._task, program)
         except InputError:  # the method is not there, which the compiler says too
             return program
-
-    def _restart(self) -> None:
-        pass
 
     def _find(self, text: str) -> int | None:
         start = self.answer_start(text) if self._task.tests else None

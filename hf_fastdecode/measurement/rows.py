@@ -197,7 +197,8 @@ def run(
             for key, (case, way, head) in zip(keys, asked, strict=True):
                 bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
                 if not _is_done(made.get(key), head):
-                    made[key] = _as_read(head | measure(case, way))
+                    found = head | measure(case, way)
+                    made[key] = {name: "" if value is None else str(value) for name, value in found.items()}
                     write_rows(out, list(made.values()))
                     tqdm.write(brief(made[key]), file=sys.stderr)
                 else:
@@ -251,10 +252,6 @@ def _is_done(measurement: Measurement | None, head: dict[str, Any]) -> bool:
 def _is_replaced(measurement: Measurement | None, head: dict[str, Any]) -> bool:
     """Whether a measurement of another run is lost when this one is made."""
     return measurement is not None and not failed([measurement]) and not _is_done(measurement, head)
-
-
-def _as_read(measurement: dict[str, Any]) -> Measurement:
-    return {name: "" if value is None else str(value) for name, value in measurement.items()}
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:

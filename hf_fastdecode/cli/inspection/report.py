@@ -362,12 +362,9 @@ def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
             indices = [index for index, _ in run]
             name = f"{indices[0]} to {indices[-1]}" if len(indices) > 1 else str(indices[0])
             size = f"{same.bytes_per_token:,}"
-            table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), _cached_in(same), size)
+            dtype = "-" if same.layer.plan == "e" else short_dtype(dtype_name(same.dtype))
+            table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), dtype, size)
     return table
-
-
-def _cached_in(cache: LayerCache) -> str:
-    return "-" if cache.layer.plan == "e" else short_dtype(dtype_name(cache.dtype))
 
 
 def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -> Table:

@@ -47,11 +47,6 @@ class Limits:
     output_bytes: int = 16 << 20  # to standard output and standard error, each
     scratch_bytes: int = 64 << 20  # of its writable folder, a tmpfs
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
-
     def prlimit(self, *, processes: bool = True) -> list[str]:
         """Return the start of a command line that sets these limits; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")

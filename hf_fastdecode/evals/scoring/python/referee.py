@@ -81,8 +81,9 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
         _run(job["stem"], "stem", scope)
     except Exception:
         scope.clear()  # a stem need not run by itself
-    for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
-        del scope[name]  # the program has another one
+    for name, value in list(scope.items()):
+        if name == job["entry_point"] or (value if isinstance(value, type) else type(value)).__module__ == "__main__":
+            del scope[name]  # the program has another one
     wanted = [name for name in job["names"] if name not in scope]
     watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
     given: dict[str, Any] = {}
@@ -118,10 +119,6 @@ def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
         if link.requests == requests:  # else it may be the program's
             raise Unrunnable(f"{error}, and sandboxes have the standard library only; leave the task out") from None
         raise
-
-
-def _of_stem(value: Any) -> bool:
-    return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
 
 
 def _run(source: str, name: str, scope: dict[str, Any]) -> None:
