@@ -8,6 +8,7 @@ from typing import Final
 
 import typer
 
+from ..measurement.rows import device_name
 from ..model_names import EMBEDDED
 from . import options
 from .console import forced_options, quiet_libraries
@@ -56,7 +57,7 @@ def demo(
             from rich.console import Console
 
             from .demo_run import demo_text, run_demo
-            from .models import load_model, machine
+            from .models import load_model
 
         target = options.pick_device(device)
         model, tokenizer = load_model(EMBEDDED, "float32", target)
@@ -64,7 +65,7 @@ def demo(
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, task, shots, machine=machine(target), model=name, best=_SHOWN))
+    Console().print(demo_text(found, task, shots, machine=device_name(target), model=name, best=_SHOWN))
     print(_next_steps(Path(sys.executable)))
 
 

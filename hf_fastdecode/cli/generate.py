@@ -15,6 +15,7 @@ import typer
 from ..assets import few_shot_prompt
 from ..dtypes import parse_dtype
 from ..errors import InputError
+from ..measurement.rows import device_name
 from ..model_names import config_file
 from . import options
 from .console import forced_options, note, progress_bar, quiet_libraries
@@ -98,7 +99,7 @@ def generate(
         texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
         with exit_on_interrupt():
-            from .models import completion_heading, load_model, machine, run_generate, summary
+            from .models import completion_heading, load_model, run_generate, summary
 
         target = options.pick_device(device)
         loaded, tokenizer = load_model(model, dtype, target, encoders=True)
@@ -113,7 +114,7 @@ def generate(
             print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
     if explain:
         note(generated.report)
-    note(summary(generated, machine=machine(target), dtype=str(loaded.dtype).removeprefix("torch.")))
+    note(summary(generated, machine=device_name(target), dtype=str(loaded.dtype).removeprefix("torch.")))
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:

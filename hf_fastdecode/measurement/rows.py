@@ -42,13 +42,8 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
     import torch  # here, since rows are also read where its seconds would be lost
     import transformers
 
-    device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "device": name,
+        "device": device_name(torch.device(device)),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -56,6 +51,15 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
         "commit": _commit(),
         "command": " ".join([*([f"{BACKEND_VARIABLE}={backend}"] if backend else []), _program(), *_arguments()]),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name; else the kind of processor, and the number of torch's threads."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def _arguments() -> list[str]:
