@@ -286,10 +286,7 @@ def prints_tables(function: Callable[..., None], option: str = "--format") -> Ca
 
 
 def show_tables(*found: RenderableType) -> None:
-    """Print texts, which may hold Markdown tables, and rich's tables, groups and texts.
-
-    Markdown that is not printed to a terminal stays as it is, unless text was asked for.
-    """
+    """Print rich's tables, groups and texts, and strings, whose Markdown tables stay as they are in files."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)

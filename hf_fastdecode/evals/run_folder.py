@@ -277,10 +277,7 @@ class Unit:
 
 
 def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
-    """Divide `n` samples of each of `tasks` tasks into calls of at most `rows` rows.
-
-    Several tasks share a call where their samples fit; otherwise a task's samples come in chunks.
-    """
+    """Divide `n` samples of each task into calls of at most `rows` rows, of several tasks where these fit."""
     if n >= rows:
         chunks = [(first, min(rows, n - first)) for first in range(0, n, rows)]
         return [Unit((task,), first, count) for task in range(tasks) for first, count in chunks]

@@ -77,10 +77,7 @@ def prompt_task(record: Record) -> Task:
 
 
 def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
-    """Refuse a record with tests that are not read, since programs that fail them would pass.
-
-    EvalPlus' files are such: their `base_input` and `plus_input` need its program to become tests.
-    """
+    """Refuse a record with tests that are not read, such as EvalPlus' inputs: programs that fail them would pass."""
     for name, value in record.fields.items():
         if name not in known and value and _HOLDS_TESTS.search(name):
             raise record.error(

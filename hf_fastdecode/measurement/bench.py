@@ -30,10 +30,7 @@ _BUDGET_S: Final = 20.0  # seconds after which a call is not repeated
 
 @dataclass(frozen=True)
 class BenchCase(Case):
-    """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens.
-
-    `shape` is the model's name, and `dtype` that of its weights.
-    """
+    """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens, by the model `shape`."""
 
     shape: str
     context: int
@@ -43,10 +40,7 @@ class BenchCase(Case):
 
 
 class StockBesideEnabled:
-    """Measures a model in both ways; `enable` has options of `hf_fastdecode.enable`.
-
-    No token ends a row. Each call is timed `repeats` times at most.
-    """
+    """Measures a model in both ways, `repeats` times at most, `enable` being options of ours; no token ends a row."""
 
     def __init__(self, model: Any, enable: dict[str, Any], *, repeats: int):
         self.model, self.enable, self.repeats = model, enable, repeats

@@ -35,10 +35,7 @@ _SILENT_OPTIONS = {"out": 1, "plot": 0}
 
 
 def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:
-    """The columns that every measurement on a device begins with.
-
-    A backend of the environment that changes what runs stands in front of the command, as in a shell.
-    """
+    """The columns that every measurement begins with; a backend stands before the command, as in a shell."""
     import torch  # here, since rows are also read where its seconds would be lost
     import transformers
 
@@ -85,10 +82,7 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit measured; after it, when files have changed since, ``+`` and a hash of the sources.
-
-    ``$COMMIT`` when it is set, as where the files were copied from a repository.
-    """
+    """The commit measured, or `$COMMIT`; after it, when files have changed, ``+`` and a hash of the sources."""
     if given := os.environ.get("COMMIT"):
         return given
     package = Path(__file__).resolve().parents[1]

@@ -140,10 +140,7 @@ def count_sharing(
 
 
 def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
-    """Whether the model can share, and why not.
-
-    Runs a forward pass on the meta device, for the checks that `generate` makes in its first one.
-    """
+    """Whether the model can share, and why not, by a forward pass on the meta device."""
     if isinstance(model, str):
         return None, model
     with enabled(model):

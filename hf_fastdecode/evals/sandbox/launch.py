@@ -56,10 +56,7 @@ class Limits:
         return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items())]
 
     def resources(self, *, processes: bool = True) -> dict[str, tuple[int, int]]:
-        """Return soft and hard limits of each process by the kernel's names, unless lower ones are in force here.
-
-        With `processes`, their number is limited too.
-        """
+        """Soft and hard limits of each process by the kernel's names, unless lower ones are in force here."""
         seconds = math.ceil(self.cpu_seconds)
         values = {
             "cpu": (seconds + 1, seconds + 2),  # after the host's accounting, which says why
@@ -136,8 +133,7 @@ def starved_seconds(pid: int) -> float:
 def memory_is_exhausted() -> bool:
     """Whether the machine has next to no memory left.
 
-    Limits of processes do not count files without a name (`memfd_create`), unmapped shared memory, and the file
-    system's tables.
+    Limits of processes do not count unmapped shared memory, files without a name, and the file system's tables.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

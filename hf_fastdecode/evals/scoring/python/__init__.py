@@ -43,8 +43,7 @@ _IMPORTS: Final = (
 class PythonRunner(Runner):
     """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
 
-    Where the sandbox can fork, both are forked from interpreters that the runner keeps, one for programs and one for
-    tests.
+    Where the sandbox can fork, both are forked from interpreters that the runner keeps.
     """
 
     _keeps_server: ClassVar[bool] = False
@@ -104,10 +103,7 @@ def _start(role: Role) -> str:
 
 @cache
 def _program(role: Role) -> str:
-    """A role's modules and its start as one program, since the sandbox shows no folder of this package.
-
-    Compressed: an argument has at most 128 KiB.
-    """
+    """A role's modules and start as one program, compressed: an argument has at most 128 KiB."""
     data = binascii.b2a_base64(zlib.compress(marshal.dumps(_compiled(role))), newline=False)
     return f"""
 import binascii, marshal, os, sys, zlib
@@ -286,7 +282,7 @@ def _is_decorated(node: ast.AST) -> bool:
 
 
 def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], used: set[str]) -> str:
-    """Return the first unused definition that looks like a test; empty if there is none.
+    """The first unused definition that looks like a test, else empty.
 
     Beside other statements that is one with a test's name, since helpers may be unused; otherwise any.
     """

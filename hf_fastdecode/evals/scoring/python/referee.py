@@ -134,10 +134,7 @@ def _run_test(source: str, name: str, scope: dict[str, Any]) -> None:
 
 
 def _unittest_passed(error: SystemExit) -> bool:
-    """Whether `unittest.main` exits after tests that passed, at least one of which ran.
-
-    An exit of the program never counts: it arrives by `remote`, with a text as its code.
-    """
+    """Whether `unittest.main` exits after tests that passed; the code of an exit of the program is a text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
