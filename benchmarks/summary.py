@@ -11,24 +11,13 @@ from pathlib import Path
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.measurement.rows import Measurement
 
-from . import RESULTS
+from . import RESULTS, programs_table
 from .figures import plot
 from .forward.cases import forward_table
 from .generate import table as generate
 from .ops.table import fixed_parts_table, ops_digest, ops_table, ops_trees_table
 from .page_tables import replace_between
 from .parallel.table import attention_times_table, parallel_table, predicted_table
-from .programs_table import (
-    CLIENTS,
-    beside_vllm,
-    clients_table,
-    divided_rollouts_table,
-    families_table,
-    grpo_steps_in_brief,
-    grpo_steps_table,
-    rollouts_table,
-    vllm_table,
-)
 from .ratios import draw_ratios, orders_table, ratios_table
 from .readme import draw_readme_figures, readme_rows, readme_table
 from .sampling.cases import sampling_table
@@ -81,16 +70,16 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
     "fixed parts": fixed_parts_table,
     "operator trees": ops_trees_table,
     "steps apart": generate.steps_apart_table,
-    **{name: partial(clients_table, name=name) for name in CLIENTS},
-    "rollouts": rollouts_table,
-    "divided rollouts": divided_rollouts_table,
-    "grpo steps": grpo_steps_table,
-    "grpo steps in brief": grpo_steps_in_brief,
+    **{name: partial(programs_table.clients_table, name=name) for name in programs_table.CLIENTS},
+    "rollouts": programs_table.rollouts_table,
+    "divided rollouts": programs_table.divided_rollouts_table,
+    "grpo steps": programs_table.grpo_steps_table,
+    "grpo steps in brief": programs_table.grpo_steps_in_brief,
     "ratios": ratios_table,
     "orders of sums": orders_table,
     "forward in brief": partial(forward_table, brief=True),
-    "vllm": vllm_table,
-    "families": families_table,
+    "vllm": programs_table.vllm_table,
+    "families": programs_table.families_table,
     "experts": generate.experts_table,
     "readme": readme_table,
     "predicted": predicted_table,
@@ -103,7 +92,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
 
 _CHOSEN: dict[str | None, Callable[[list[Measurement]], list[Measurement]]] = {
     "readme": readme_rows,
-    "families": beside_vllm,
+    "families": programs_table.beside_vllm,
 }
 """The rows that a view shows, where not all."""
 

@@ -32,32 +32,17 @@ from ..generate.cases import (
     spans,
 )
 from ..generate.shapes import INPUT_SHAPES, split_shape
-from .options import (
-    AllShapes,
-    Check,
-    ListCases,
-    NewTokens,
-    Only,
-    ShapeDtype,
-    Shapes,
-    Trees,
-    chosen,
-    measured,
-    points,
-    repeatable,
-    report,
-    show_cases,
-)
+from . import options
 
 if TYPE_CHECKING:
     import torch
 
 
 def generate(
-    shape: AllShapes = None,
-    point: Annotated[list[str] | None, points("512x8, 1024x32", inputs=True)] = None,
-    tree: Trees = None,
-    new_tokens: NewTokens = 64,
+    shape: options.AllShapes = None,
+    point: Annotated[list[str] | None, options.points("512x8, 1024x32", inputs=True)] = None,
+    tree: options.Trees = None,
+    new_tokens: options.NewTokens = 64,
     finish: Annotated[
         int | None,
         typer.Option(
@@ -68,16 +53,16 @@ def generate(
         int | None,
         typer.Option(help="Rows end one after another, most of them early: after so many tokens on average."),
     ] = None,
-    way: Annotated[list[str] | None, repeatable(WAYS, ", ".join(DEFAULT_WAYS))] = None,
-    only: Only = None,
-    dtype: ShapeDtype = "bfloat16",
+    way: Annotated[list[str] | None, options.repeatable(WAYS, ", ".join(DEFAULT_WAYS))] = None,
+    only: options.Only = None,
+    dtype: options.ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
     warm_up: Annotated[
         int | None, typer.Option(help="Tokens of calls before the timed ones, where all would take long.", min=2)
     ] = None,
-    check: Check = True,
-    show: ListCases = False,
+    check: options.Check = True,
+    show: options.ListCases = False,
     out: CsvFile = Path("runs/generate.csv"),
 ) -> None:
     """Whole calls of `generate`: first call, time to the first tokens, time of a step, tokens a second, memory.
@@ -121,16 +106,16 @@ def generate(
     ends = ends if finish_mean is None else [f"~{finish_mean}"]
     ways = check_ways(way or DEFAULT_WAYS, WAYS)
     calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
-    cases = chosen(calls, only)
+    cases = options.chosen(calls, only)
     if show:
-        return show_cases(cases)
+        return options.show_cases(cases)
     place = _place(cases, device, out)
     with exit_on_interrupt():
         from ..generate.measure import GenerateBench
         from ..generate.table import generate_tables
 
     bench = GenerateBench(place, repeats=repeats, check=check, warm_up=warm_up)
-    report(measured(cases, ways, bench, out), out, generate_tables)
+    options.report(options.measured(cases, ways, bench, out), out, generate_tables)
 
 
 def check_ways(ways: Sequence[str], known: Collection[str]) -> list[str]:
@@ -199,20 +184,20 @@ _OF_FIRST_CALLS = [name for name in WAYS if name not in ("stock-beams", "beams")
 
 
 def completions(
-    shape: Shapes = None,
-    point: Annotated[list[str] | None, points("256x4")] = None,
-    tree: Trees = None,
+    shape: options.Shapes = None,
+    point: Annotated[list[str] | None, options.points("256x4")] = None,
+    tree: options.Trees = None,
     marks: Annotated[
         str, typer.Option(help="Tokens per sample at which time is taken, separated by commas.")
     ] = "16,256,512,1024",
-    way: Annotated[list[str] | None, repeatable(_OF_COMPLETIONS, "stock, shared")] = None,
+    way: Annotated[list[str] | None, options.repeatable(_OF_COMPLETIONS, "stock, shared")] = None,
     seconds: Annotated[
         float, typer.Option(help="Cut a way's completions short after so many seconds of decoding.", min=1)
     ] = 120,
-    dtype: ShapeDtype = "bfloat16",
+    dtype: options.ShapeDtype = "bfloat16",
     device: Device = "auto",
-    check: Check = True,
-    show: ListCases = False,
+    check: options.Check = True,
+    show: options.ListCases = False,
     out: CsvFile = Path("runs/completions.csv"),
 ) -> None:
     """Time of a step while completions grow: one long call of `generate`, timed at several lengths.
@@ -239,24 +224,24 @@ def completions(
     with bad_input():
         cases = [case for call in calls for case in spans(call, numbers)]
     if show:
-        return show_cases(cases)
+        return options.show_cases(cases)
     place = _place(calls, device, out)
     with exit_on_interrupt():
         from ..generate.measure import CompletionBench
         from ..generate.table import completions_table
 
-    rows = measured(cases, ways, CompletionBench(place, check=check, budget_s=seconds), out)
-    report(rows, out, completions_table)
+    rows = options.measured(cases, ways, CompletionBench(place, check=check, budget_s=seconds), out)
+    options.report(rows, out, completions_table)
 
 
 def first_calls(
-    shape: Shapes = None,
-    point: Annotated[list[str] | None, points("512x8", trees=False)] = None,
-    new_tokens: NewTokens = 65,
-    way: Annotated[list[str] | None, repeatable(_OF_FIRST_CALLS, "stock, shared")] = None,
-    dtype: ShapeDtype = "bfloat16",
+    shape: options.Shapes = None,
+    point: Annotated[list[str] | None, options.points("512x8", trees=False)] = None,
+    new_tokens: options.NewTokens = 65,
+    way: Annotated[list[str] | None, options.repeatable(_OF_FIRST_CALLS, "stock, shared")] = None,
+    dtype: options.ShapeDtype = "bfloat16",
     device: Device = "auto",
-    show: ListCases = False,
+    show: options.ListCases = False,
     out: CsvFile = Path("runs/first-calls.csv"),
 ) -> None:
     """The first calls of a fresh process, which compile kernels and capture steps, with cold or warm caches on disk.
@@ -274,25 +259,25 @@ def first_calls(
     calls = _calls(_shapes(shape), point, None, ["512x8"], new_tokens, dtype)
     cases = [FirstCallsCase(call, found) for call in calls for found in CACHES]
     if show:
-        return show_cases(cases)
+        return options.show_cases(cases)
     place = _place([replace(call, context=2 * call.context) for call in calls], device, out)
     with exit_on_interrupt():
         from ..generate.first_calls import FirstCallsBench
         from ..generate.table import first_calls_table
 
-    report(measured(cases, ways, FirstCallsBench(place), out), out, first_calls_table)
+    options.report(options.measured(cases, ways, FirstCallsBench(place), out), out, first_calls_table)
 
 
 def profile(
-    shape: AllShapes = None,
-    point: Annotated[list[str] | None, points("512x8", inputs=True)] = None,
-    tree: Trees = None,
-    new_tokens: NewTokens = 65,
-    way: Annotated[list[str] | None, repeatable(WAYS, "shared")] = None,
-    dtype: ShapeDtype = "bfloat16",
+    shape: options.AllShapes = None,
+    point: Annotated[list[str] | None, options.points("512x8", inputs=True)] = None,
+    tree: options.Trees = None,
+    new_tokens: options.NewTokens = 65,
+    way: Annotated[list[str] | None, options.repeatable(WAYS, "shared")] = None,
+    dtype: options.ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
-    show: ListCases = False,
+    show: options.ListCases = False,
     out: CsvFile = Path("runs/profile.csv"),
 ) -> None:
     """Where the time of a first token and of a step goes on the GPU: kernels by what they compute, and pauses.
@@ -309,7 +294,7 @@ def profile(
     calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
     cases = [ProfileCase(call, part) for call in calls for part in PARTS]
     if show:
-        return show_cases(cases)
+        return options.show_cases(cases)
     place = _place(calls, device, out)
     if place.type != "cuda":
         raise InputError(
@@ -319,4 +304,4 @@ def profile(
         from ..generate.profile import ProfileBench
         from ..generate.table import profile_table
 
-    report(measured(cases, ways, ProfileBench(place, repeats=repeats), out), out, profile_table)
+    options.report(options.measured(cases, ways, ProfileBench(place, repeats=repeats), out), out, profile_table)

@@ -9,18 +9,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from hf_fastdecode.cli import options
 from hf_fastdecode.cli.console import prints_tables, quiet_libraries
 from hf_fastdecode.cli.evaluation.options import ModelOptions, TaskFile
 from hf_fastdecode.cli.interrupts import exit_on_interrupt
-from hf_fastdecode.cli.options import (
-    CsvFile,
-    Repeats,
-    check_enable_options,
-    command_group,
-    expand_option_groups,
-    parse_counts,
-    pick_device,
-)
 from hf_fastdecode.evals.prompts import SHOTS
 from hf_fastdecode.evals.tasks import load_tasks
 from hf_fastdecode.measurement import SAMPLING
@@ -29,7 +21,7 @@ from hf_fastdecode.measurement.rows import check_out
 from ..workloads.cases import LEVELS, WAYS, check_point, parse_points, problem_prompts
 from .options import NOTE, measured, report_workload
 
-app = command_group()
+app = options.command_group()
 
 _BUDGET_S: Final = {"cpu": 4.0, "cuda": 20.0}  # seconds after which a call is not repeated
 
@@ -41,7 +33,7 @@ def main() -> None:
 
 @app.command(epilog=NOTE)
 @prints_tables
-@expand_option_groups
+@options.expand_option_groups
 def hier(
     model: ModelOptions,
     task: Annotated[str, typer.Option(help="embedded or mbpp.")] = "embedded",
@@ -52,11 +44,11 @@ def hier(
         typer.Option(help="PROBLEMSxSAMPLES, commas between: a call draws so many samples of each of the problems."),
     ] = "2x8,4x8",
     new_tokens: Annotated[int, typer.Option(help="Tokens of every sample; none ends before.", min=2)] = 16,
-    repeats: Repeats = 3,
+    repeats: options.Repeats = 3,
     check: Annotated[
         bool, typer.Option(help="In float32, measure a level only if its greedy tokens are stock's.")
     ] = True,
-    out: CsvFile = Path("runs/hier.csv"),
+    out: options.CsvFile = Path("runs/hier.csv"),
 ) -> None:
     """Samples of several problems in one call, with no, one or two levels of sharing.
 
@@ -71,7 +63,7 @@ def hier(
             --points 8x64,8x128 --new-tokens 128
     """
     wanted = parse_points(points)
-    check_enable_options()
+    options.check_enable_options()
     model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
@@ -97,7 +89,7 @@ def hier(
 
 @app.command(epilog=NOTE)
 @prints_tables
-@expand_option_groups
+@options.expand_option_groups
 def longqa(
     model: ModelOptions,
     tokens: Annotated[
@@ -109,8 +101,8 @@ def longqa(
         str, typer.Option(help="Numbers of questions asked at once, commas between; the paper's go up to 512.")
     ] = "1,4,16,32",
     new_tokens: Annotated[int, typer.Option(help="Tokens of every answer; none ends before.", min=2)] = 16,
-    repeats: Repeats = 3,
-    out: CsvFile = Path("runs/longqa.csv"),
+    repeats: options.Repeats = 3,
+    out: options.CsvFile = Path("runs/longqa.csv"),
 ) -> None:
     """Many questions about one long text in one call: the text stored once, or by stock transformers in every row.
 
@@ -127,8 +119,8 @@ def longqa(
         python -m benchmarks workloads longqa --model shape:8b-gqa --tokens 20000 \\
             --questions 64,512 --new-tokens 64
     """
-    wanted = parse_counts("questions", questions)
-    check_enable_options()
+    wanted = options.parse_counts("questions", questions)
+    options.check_enable_options()
     model.check()
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
@@ -156,5 +148,5 @@ def _prepared(model: ModelOptions, out: Path) -> Iterator[tuple[Any, Any, float]
     with exit_on_interrupt():
         from hf_fastdecode.cli.models import load_model
     with quiet_libraries():
-        loaded, tokenizer = load_model(model.model, model.dtype, pick_device(model.device))
+        loaded, tokenizer = load_model(model.model, model.dtype, options.pick_device(model.device))
         yield loaded, tokenizer, _BUDGET_S.get(loaded.device.type, _BUDGET_S["cuda"])

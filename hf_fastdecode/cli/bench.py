@@ -13,38 +13,28 @@ from ..errors import InputError
 from ..measurement.rows import Measurement, check_out, failed, provenance, run
 from ..measurement.shapes import MAX_POSITIONS, parameters
 from ..model_names import SHAPE, load_config, max_positions
+from . import options
 from .console import FailedCheck, note, prints_tables, quiet_libraries, show_tables
 from .evaluation.options import ModelOptions
 from .interrupts import exit_on_interrupt
-from .options import (
-    CsvFile,
-    Mode,
-    Plot,
-    Repeats,
-    Sampler,
-    check_device,
-    check_enable_options,
-    expand_option_groups,
-    pick_device,
-)
 
 if TYPE_CHECKING:
     import torch
 
 
 @prints_tables
-@expand_option_groups
+@options.expand_option_groups
 def bench(
     model: ModelOptions,
     point: list[str] | None = typer.Option(
         None, help="CONTEXTxN: tokens of the prompt and samples of it, repeatable.", show_default="512x8"
     ),
     new_tokens: int = typer.Option(64, help="Tokens drawn for each sample.", min=2),
-    mode: Mode = "auto",
-    sampler: Sampler = "auto",
-    repeats: Repeats = 3,
-    plot: Plot = False,
-    out: CsvFile = Path("runs/bench.csv"),
+    mode: options.Mode = "auto",
+    sampler: options.Sampler = "auto",
+    repeats: options.Repeats = 3,
+    plot: options.Plot = False,
+    out: options.CsvFile = Path("runs/bench.csv"),
 ) -> None:
     """Stock transformers beside `enable(model)`: first call, first token, step, whole call, memory.
 
@@ -67,7 +57,7 @@ def bench(
     passes without a cache are measured by `python -m benchmarks` in a clone of the repository.
     """
     points = [parse_point(text) for text in point or ["512x8"]]
-    check_enable_options(mode=mode, sampler=sampler)
+    options.check_enable_options(mode=mode, sampler=sampler)
     model.check()
     target = place_of_calls(model.device, out)
     with exit_on_interrupt():
@@ -100,7 +90,7 @@ def parse_point(text: str) -> tuple[int, int]:
 
 def find_device(name: str) -> torch.device:
     """The device of this name, if it can be measured."""
-    device = pick_device(name)
+    device = options.pick_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device must be cpu or a CUDA device, got {name!r}")
     return device
@@ -108,8 +98,8 @@ def find_device(name: str) -> torch.device:
 
 def place_of_calls(device: str, out: Path) -> torch.device:
     """The device for calls of an enabled model, once their options and the file of rows have been checked."""
-    check_device(device)
-    check_enable_options()
+    options.check_device(device)
+    options.check_enable_options()
     check_out(out)
     return find_device(device)
 

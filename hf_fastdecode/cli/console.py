@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from copy import copy
 from functools import wraps
 from inspect import Parameter
 from io import TextIOWrapper
@@ -30,7 +29,7 @@ from .options import check_choice, parameters_of, with_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Column, Table
+    from rich.table import Table
 
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
@@ -200,13 +199,6 @@ def bytes_text(count: float) -> str:
     return f"{count:,.{0 if unit == 0 or count >= 100 else 1}f} {_UNITS[unit]}"
 
 
-def cpu_is_busy() -> bool:
-    """Whether other programs have had work for every core over the last minute, and threads are not limited."""
-    if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "getloadavg"):
-        return False
-    return os.getloadavg()[0] >= (os.cpu_count() or 1)
-
-
 @contextmanager
 def resumed_by_same_command(path: Path) -> Iterator[None]:
     """Context in which Ctrl-C says that finished work is kept, before it ends the command."""
@@ -294,10 +286,7 @@ def prints_tables(function: Callable[..., None], option: str = "--format") -> Ca
 
 
 def show_tables(*found: RenderableType) -> None:
-    """Print texts, which may hold Markdown tables, and rich's tables, groups and texts.
-
-    Markdown that is not printed to a terminal stays as it is, unless text was asked for.
-    """
+    """Print rich's tables, groups and texts, and strings, whose Markdown tables stay as they are in files."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -309,7 +298,9 @@ def show_tables(*found: RenderableType) -> None:
             elif _chosen.get() == "markdown":
                 typer.echo(_markdown(part))
             else:
-                console.print(*_folded(part, console.width), sep="\n")
+                for column in getattr(part, "columns", ()):
+                    column.overflow = "fold"  # nothing is cut
+                console.print(part)
 
 
 def _parts(found: Any) -> Iterator[Any]:
@@ -352,46 +343,3 @@ def _markdown(part: Any) -> str:
     title = f"**{str(part.title).strip()}**\n\n" if part.title else ""
     note = str(part.caption) if part.caption else ""
     return title + markdown([" ".join(str(column.header).split()) for column in part.columns], rows, note)
-
-
-def _folded(part: Any, width: int) -> Iterator[Any]:
-    """The part; a table that is too wide without lines between columns, and if need be as several tables.
-
-    Each of these has the first column, and as many others as fit.
-    """
-    from rich.table import Table
-
-    if not isinstance(part, Table) or not part.show_header:
-        yield part
-        return
-    sizes = [_widths(column) for column in part.columns]
-    between, edges = part.padding[1] + part.padding[3] + (part.box is not None), int(part.box is not None)
-    if part.box is not None and sum(least + between for least, _ in sizes) + edges > width:
-        part = copy(part)
-        part.box, part.padding, part.pad_edge, between, edges = None, (0, 1, 0, 0), False, 1, 0
-    groups: list[list[int]] = [[0]]
-    for index in range(1, len(sizes)):
-        if len(groups[-1]) > 1 and sum(sizes[one][0] + between for one in (*groups[-1], index)) + edges > width:
-            groups.append([0])
-        groups[-1].append(index)
-    for group in groups:
-        piece = copy(part)
-        piece.columns = [copy(part.columns[index]) for index in group]
-        free = width - edges - sum(sizes[index][0] + between for index in group)
-        for slot, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
-            least, most = sizes[index]
-            column._index, column.width = slot, least + max(0, min(free, most - least))
-            column.overflow, free = "fold", free - column.width + least
-        piece.title = part.title if group is groups[0] else None
-        piece.caption = part.caption if group is groups[-1] else None
-        yield piece
-
-
-def _widths(column: Column) -> tuple[int, int]:
-    """Least and most letters of a line: headings break at spaces, numbers not before their units."""
-    heading, cells = (
-        [line for text in texts for line in str(text).splitlines()] for texts in ([column.header], column.cells)
-    )
-    words = [word for line in (*heading, *cells) for word in line.split()]
-    unbroken = [*heading, *cells] if column.no_wrap else cells if column.justify == "right" else []
-    return max(map(len, [*words, *unbroken]), default=1), max(map(len, [*heading, *cells]), default=1)

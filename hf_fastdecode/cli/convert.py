@@ -184,7 +184,7 @@ def convert_checkpoint(
     if as_json:
         print(json.dumps(report))
     else:
-        show_tables(conversion_text(report))
+        show_tables(_full(report) if report["format"] == "full" else _slim(report))
     if left_out := report.get("left_out"):
         names = ", ".join(left_out[:3]) + (f" and {len(left_out) - 3} more" if len(left_out) > 3 else "")
         note(
@@ -233,10 +233,6 @@ def _size(text: str) -> int:
 
 
 _EIGHT_BITS: Final = ("int8", "float8_e4m3fn")
-
-
-def conversion_text(report: dict[str, Any]) -> RenderableType:
-    return _full(report) if report["format"] == "full" else _slim(report)
 
 
 def _slim(report: dict[str, Any]) -> RenderableType:

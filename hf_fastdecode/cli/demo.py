@@ -8,21 +8,11 @@ from typing import Final
 
 import typer
 
+from ..measurement.rows import device_name
 from ..model_names import EMBEDDED
-from .console import cpu_is_busy, forced_options, quiet_libraries
+from . import options
+from .console import forced_options, quiet_libraries
 from .interrupts import exit_on_interrupt
-from .options import (
-    Device,
-    MaxNewTokens,
-    SamplingOptions,
-    Seed,
-    Temperature,
-    TopP,
-    check_device,
-    check_enable_options,
-    pick_device,
-    pick_tasks,
-)
 
 DEFAULT_TASK: Final = 127
 """A task that some samples solve and others do not, so that ranking them has a point."""
@@ -36,12 +26,12 @@ SHOTS: Final = 9
 def demo(
     n: int = typer.Option(32, help="Completions to draw."),
     shots: int = typer.Option(SHOTS, help="Solved examples before the task, of about 150 tokens each."),
-    max_new_tokens: MaxNewTokens = 96,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    seed: Seed = 0,
+    max_new_tokens: options.MaxNewTokens = 96,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = 0,
     task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
-    device: Device = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Compare stock and shared decoding on the embedded model. Needs no download.
 
@@ -56,29 +46,26 @@ def demo(
         hf-fastdecode demo --n 128 --shots 12
         hf-fastdecode demo --task-id 117 --seed 3
     """
-    sampling = SamplingOptions(
+    sampling = options.SamplingOptions(
         n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
     ).sampling()
-    check_enable_options()
-    check_device(device)
-    (task,) = pick_tasks([task_id], shots)
-    busy = cpu_is_busy()
+    options.check_enable_options()
+    options.check_device(device)
+    (task,) = options.pick_tasks([task_id], shots)
     with quiet_libraries():
         with exit_on_interrupt():
             from rich.console import Console
 
             from .demo_run import demo_text, run_demo
-            from .models import load_model, machine
+            from .models import load_model
 
-        target = pick_device(device)
+        target = options.pick_device(device)
         model, tokenizer = load_model(EMBEDDED, "float32", target)
         with forced_options():
             found = run_demo(model, tokenizer, task, sampling, shots=shots)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = f"Embedded model ({parameters / 1e6:.1f} M parameters)"
-    Console().print(demo_text(found, machine=machine(target), model=name, best=_SHOWN))
-    if busy and target.type == "cpu":
-        print("Other programs keep the CPU busy: OMP_NUM_THREADS=1 makes the seconds steadier.")
+    Console().print(demo_text(found, task, shots, machine=device_name(target), model=name, best=_SHOWN))
     print(_next_steps(Path(sys.executable)))
 
 

@@ -36,69 +36,36 @@ class Side:
     reason: str  # why this path
     prompt_tokens: int  # that went through the embedding layer until the logits of the first token
     kv_bytes: int  # at the end of the call, with what is allocated for them
-    first_token_s: float  # until the logits of the first token
-    total_s: float
-
-
-@dataclass(frozen=True)
-class Candidate:
-    completion: Completion  # of the equal ones, that with the highest mean log-probability
-    count: int  # samples with this text
-    verdict: Verdict | None  # of the task's tests; None where they were not run
-
-    @property
-    def passed(self) -> bool:
-        return self.verdict is not None and self.verdict.passed
+    drawn: Drawn  # without its cache
 
 
 @dataclass(frozen=True)
 class Demo:
-    task: Task
-    shots: int  # solved examples in the prompt
-    prompt_length: int
-    steps: int  # tokens drawn per row, with padding after the end
-    drawn_tokens: int  # of all completions, without that padding
     stock: Side
     shared: Side
-    candidates: list[Candidate]  # best mean log-probability first
-    not_tested: str  # why the tests were not run, with the remedy; empty where they were
-
-    @property
-    def samples(self) -> int:
-        return sum(candidate.count for candidate in self.candidates)
-
-    @property
-    def passing(self) -> int:
-        return sum(candidate.count for candidate in self.candidates if candidate.passed)
+    completions: list[Completion]  # best mean log-probability first
+    verdicts: dict[str, Verdict]  # of the task's tests, by text; empty where they were not run
+    not_tested: str  # why they were not, with the remedy; else empty
 
 
 def run_demo(model: Any, tokenizer: Any, task: Task, sampling: Sampling, *, shots: int) -> Demo:
     """Draw the same completions twice, compare them, rank them and run the task's tests on them."""
     inputs = encode(model, tokenizer, [few_shot_prompt(task, shots)], sampling.max_new_tokens)
     check_memory(model, inputs["input_ids"], sampling, shared=False)
-    _warm_up(model, inputs)
+    few = {name: tensor[:, -256:] for name, tensor in inputs.items()}
+    draw(model, few, _WARM_UP)  # so that neither time includes set-up of the process
+    with enabled(model):
+        draw(model, few, _WARM_UP)
     with progress_bar("stock transformers", sampling.max_new_tokens) as on_step:
-        stock, prompt_tokens = _counted(model, inputs, sampling, on_step)
-        stock_side = _side("stock", "transformers as it is", prompt_tokens, stock)
-    stock = replace(stock, cache=None)  # the larger of the two caches need not stand beside the other
+        stock = _side(model, inputs, sampling, on_step)
     with progress_bar("hf_fastdecode", sampling.max_new_tokens) as on_step, enabled(model):
-        shared, prompt_tokens = _counted(model, inputs, sampling, on_step)
-        call = explain(model).last_call
-        shared_side = _side(call.path if call else "stock", call.reason if call else "", prompt_tokens, shared)
-    check_same(stock.sequences, shared.sequences, stock.prompt_length)
-    completions = read_completions(shared, tokenizer, sampling, end_tokens=end_tokens_of(model))
-    candidates, not_tested = _rank(completions, task)
-    return Demo(
-        task=task,
-        shots=shots,
-        prompt_length=shared.prompt_length,
-        steps=shared.log_probs.shape[1],
-        drawn_tokens=sum(completion.tokens for completion in completions),
-        stock=stock_side,
-        shared=shared_side,
-        candidates=candidates,
-        not_tested=not_tested,
-    )
+        shared = _side(model, inputs, sampling, on_step)
+        if (call := explain(model).last_call) is not None:
+            shared = replace(shared, path=call.path, reason=call.reason)
+    check_same(stock.drawn.sequences, shared.drawn.sequences, stock.drawn.prompt_length)
+    completions = read_completions(shared.drawn, tokenizer, sampling, end_tokens=end_tokens_of(model))
+    completions.sort(key=lambda completion: -completion.mean_logp)
+    return Demo(stock, shared, completions, *judged([completion.text for completion in completions], task))
 
 
 def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
@@ -114,18 +81,7 @@ def check_same(stock: Tensor, shared: Tensor, prompt_length: int) -> None:
     )
 
 
-def _warm_up(model: Any, inputs: dict[str, Tensor]) -> None:
-    """Run a tiny call of each kind, so that neither time includes set-up of the process."""
-    few = {name: tensor[:, -256:] for name, tensor in inputs.items()}
-    draw(model, few, _WARM_UP)
-    with enabled(model):
-        draw(model, few, _WARM_UP)
-
-
-def _counted(
-    model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]
-) -> tuple[Drawn, int]:
-    """A call, and the tokens that went through the embedding layer until its first logits."""
+def _side(model: Any, inputs: dict[str, Tensor], sampling: Sampling, on_step: Callable[[int], None]) -> Side:
     until_first = 0
 
     def step(drawn: int) -> None:
@@ -135,63 +91,56 @@ def _counted(
 
     with counted_tokens(model.get_input_embeddings()) as counted:
         drawn = draw(model, inputs, sampling, on_step=step)
-    return drawn, until_first
+    # The larger of the two caches need not stand beside the other.
+    return Side("stock", "", until_first, cache_bytes(drawn.cache), replace(drawn, cache=None))
 
 
-def _side(path: str, reason: str, prompt_tokens: int, drawn: Drawn) -> Side:
-    return Side(path, reason, prompt_tokens, cache_bytes(drawn.cache), drawn.first_token_s, drawn.total_s)
-
-
-def _rank(completions: Sequence[Completion], task: Task) -> tuple[list[Candidate], str]:
-    """The distinct texts, best mean log-probability first, with verdicts or the reason why there are none."""
-    counts = Counter(completion.text for completion in completions)
-    best: dict[str, Completion] = {}
-    for completion in sorted(completions, key=lambda completion: -completion.mean_logp):
-        best.setdefault(completion.text, completion)
-    distinct = list(best.values())
-    found: Sequence[Verdict | None] = [None] * len(distinct)
-    not_tested = ""
+def judged(texts: Sequence[str], task: Task) -> tuple[dict[str, Verdict], str]:
+    """Verdicts of a task's tests by text, or the reason why there are none."""
     try:
         (known,) = load_tasks(task_ids=[task["task_id"]]).tasks
-        samples = [
-            Sample(known.task_id, index, completion.text.partition(DONE)[0])
-            for index, completion in enumerate(distinct)
-        ]
-        found = score({known.task_id: known}, samples, sandbox=choose())
+        samples = [Sample(known.task_id, index, text.partition(DONE)[0]) for index, text in enumerate(texts)]
+        return dict(zip(texts, score({known.task_id: known}, samples, sandbox=choose()))), ""
     except SandboxError as error:
-        not_tested = str(error)
-    candidates = [
-        Candidate(completion, counts[completion.text], verdict)
-        for completion, verdict in zip(distinct, found, strict=True)
-    ]
-    return candidates, not_tested
+        return {}, str(error)
 
 
-def demo_text(demo: Demo, *, machine: str, model: str, best: int) -> RenderableType:
+def demo_text(demo: Demo, task: Task, shots: int, *, machine: str, model: str, best: int) -> RenderableType:
     title = (
-        f"{demo.samples} completions of one prompt: {demo.prompt_length:,} tokens ({demo.shots} solved examples and "
-        f"task {demo.task['task_id']})"
+        f"{len(demo.completions)} completions of one prompt: {demo.shared.drawn.prompt_length:,} tokens ({shots} "
+        f"solved examples and task {task['task_id']})"
     )
     closing = Text(
-        f"{model}, float32, {machine}; one timed call each, after a tiny one to warm up. "
-        f"Both calls drew the same {demo.drawn_tokens:,} tokens from the same seed."
+        f"{model}, float32, {machine}; one timed call each, after a tiny one to warm up. Both calls drew the same "
+        f"{sum(completion.tokens for completion in demo.completions):,} tokens from the same seed."
     )
     if demo.shared.path != "shared":
         closing.append(f"\nhf_fastdecode ran this call stock: {demo.shared.reason}.", style="yellow")
-    distinct = sum(candidate.passed for candidate in demo.candidates)
+    counts = Counter(completion.text for completion in demo.completions)
+    passing = [text for text, verdict in demo.verdicts.items() if verdict.passed]
     heading = Text.assemble(
         "\n",
-        (f"Task {demo.task['task_id']}", "bold"),
-        f": {demo.task['text']}\n",
-        *(f"  {test}\n" for test in demo.task["test_list"]),
+        (f"Task {task['task_id']}", "bold"),
+        f": {task['text']}\n",
+        *(f"  {test}\n" for test in task["test_list"]),
         "\n",
         (f"The tests were not run: {demo.not_tested}.\n", "yellow")
         if demo.not_tested
-        else f"{demo.passing} of {demo.samples} completions pass its tests, {distinct} of the {len(demo.candidates)} "
-        "distinct ones. ",
+        else f"{sum(counts[text] for text in passing)} of {len(demo.completions)} completions pass its tests, "
+        f"{len(passing)} of the {len(counts)} distinct ones. ",
         "The best by mean log-probability:",
     )
-    return Group(_sides(demo, title), closing, heading, _candidates(demo.candidates[:best]))
+    candidates = Table(show_lines=True)
+    for name in ("#", "mean log-p", "drawn"):
+        candidates.add_column(name, justify="right")
+    candidates.add_column("tests", max_width=24)
+    candidates.add_column("completion", ratio=1)
+    firsts = {completion.text: completion for completion in reversed(demo.completions)}
+    for rank, text in enumerate(list(counts)[:best], 1):
+        code = Syntax(_printable(text.strip("\n")), "python", theme="ansi_dark", word_wrap=True)
+        log_p = f"{firsts[text].mean_logp:.3f}"
+        candidates.add_row(str(rank), log_p, f"{counts[text]}x", _shown(demo.verdicts.get(text)), code)
+    return Group(_sides(demo, title), closing, heading, candidates)
 
 
 def _sides(demo: Demo, title: str) -> Table:
@@ -206,33 +155,15 @@ def _sides(demo: Demo, title: str) -> Table:
 
     add("prompt tokens prefilled", lambda side: side.prompt_tokens, "{:,}".format)
     add("KV cache at the end", lambda side: side.kv_bytes, bytes_text)
-    add("to the first token", lambda side: side.first_token_s, "{:.2f} s".format)
-    if demo.steps > 1:
-        steps = f"the {demo.steps - 1} steps after it"
-        add(steps, lambda side: side.total_s - side.first_token_s, "{:.2f} s".format)
-    add("total", lambda side: side.total_s, "{:.2f} s".format, style="bold")
+    add("to the first token", lambda side: side.drawn.first_token_s, "{:.2f} s".format)
+    if (steps := demo.shared.drawn.log_probs.shape[1]) > 1:  # per row, with padding after the end
+        rest = f"the {steps - 1} steps after it"
+        add(rest, lambda side: side.drawn.total_s - side.drawn.first_token_s, "{:.2f} s".format)
+    add("total", lambda side: side.drawn.total_s, "{:.2f} s".format, style="bold")
     return table
 
 
-def _candidates(candidates: list[Candidate]) -> Table:
-    table = Table(show_lines=True)
-    for name in ("#", "mean log-p", "drawn"):
-        table.add_column(name, justify="right")
-    table.add_column("tests", max_width=24)
-    table.add_column("completion", ratio=1)
-    for rank, candidate in enumerate(candidates, 1):
-        table.add_row(
-            str(rank),
-            f"{candidate.completion.mean_logp:.3f}",
-            f"{candidate.count}x",
-            _tested(candidate),
-            Syntax(_printable(candidate.completion.text.strip("\n")), "python", theme="ansi_dark", word_wrap=True),
-        )
-    return table
-
-
-def _tested(candidate: Candidate) -> Text:
-    verdict = candidate.verdict
+def _shown(verdict: Verdict | None) -> Text:
     if verdict is None:
         return Text("not run", style="yellow")
     return Text("pass", style="green") if verdict.passed else Text(f"{verdict.status}: {verdict.detail}", style="red")

@@ -15,26 +15,18 @@ import typer
 from ..assets import few_shot_prompt
 from ..dtypes import parse_dtype
 from ..errors import InputError
+from ..measurement.rows import device_name
 from ..model_names import config_file
+from . import options
 from .console import forced_options, note, progress_bar, quiet_libraries
 from .demo import SHOTS
 from .interrupts import exit_on_interrupt
-from .options import (
-    Device,
-    EnableOptions,
-    Model,
-    SamplingOptions,
-    check_device,
-    expand_option_groups,
-    pick_device,
-    pick_tasks,
-)
 
 
-@expand_option_groups
+@options.expand_option_groups
 def generate(
     *,
-    model: Model = "embedded",
+    model: options.Model = "embedded",
     prompt: list[str] | None = typer.Option(None, help="A prompt; repeat it for more, which are padded on the left."),
     prompt_file: list[Path] | None = typer.Option(
         None,
@@ -47,7 +39,7 @@ def generate(
     shots: int | None = typer.Option(
         None, help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS)
     ),
-    drawing: SamplingOptions,
+    drawing: options.SamplingOptions,
     stop: list[str] | None = typer.Option(
         None, help="A string that ends a completion and is cut off; repeat it for more."
     ),
@@ -55,14 +47,14 @@ def generate(
         "auto",
         help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for others.",
     ),
-    device: Device = "auto",
+    device: options.Device = "auto",
     as_json: bool = typer.Option(
         False,
         "--json",
         help="One JSON object per completion and line: prompt and sample (indices), text, tokens, mean_logp "
         "(natural log, of the model's probabilities), finish (stop or length).",
     ),
-    how: EnableOptions,
+    how: options.EnableOptions,
     explain: bool = typer.Option(False, "--explain", help="Tell on stderr which path ran and why."),
 ) -> None:
     """Draw completions of prompts with any model that generates text.
@@ -92,9 +84,9 @@ def generate(
     if "" in (stops := stop or []):
         raise InputError("--stop got an empty string, which would end every completion at once; leave it out")
     stops = [given_text(string, "--stop") for string in stops]
-    options = how.arguments()
+    enable = how.arguments()
     dtype = parse_dtype(dtype)
-    check_device(device)
+    options.check_device(device)
     config_file(model)
     if shots is not None and not task_id:
         raise InputError(f"--shots {shots} is for the prompt of a --task-id; give one, or leave --shots out")
@@ -102,17 +94,17 @@ def generate(
         raise InputError("--task-id is a prompt, and another was given; leave one out")
     if task_id:
         examples = SHOTS if shots is None else shots
-        texts = [few_shot_prompt(task, examples) for task in pick_tasks(task_id, examples)]
+        texts = [few_shot_prompt(task, examples) for task in options.pick_tasks(task_id, examples)]
     else:
         texts = read_prompts(prompt or [], prompt_file or [], sys.stdin)
     with quiet_libraries(warnings=True):
         with exit_on_interrupt():
-            from .models import completion_heading, load_model, machine, run_generate, summary
+            from .models import completion_heading, load_model, run_generate, summary
 
-        target = pick_device(device)
+        target = options.pick_device(device)
         loaded, tokenizer = load_model(model, dtype, target, encoders=True)
         with progress_bar("generate", sampling.max_new_tokens) as on_step, forced_options():
-            generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=options, on_step=on_step)
+            generated = run_generate(loaded, tokenizer, texts, sampling, stop=stops, options=enable, on_step=on_step)
     for completion in generated.completions:
         if as_json:
             print(json.dumps({**asdict(completion), "mean_logp": round(completion.mean_logp, 5)}), flush=True)
@@ -122,7 +114,7 @@ def generate(
             print(completion.text, end="" if completion.text.endswith("\n") else "\n", flush=True)
     if explain:
         note(generated.report)
-    note(summary(generated, machine=machine(target), dtype=str(loaded.dtype).removeprefix("torch.")))
+    note(summary(generated, machine=device_name(target), dtype=str(loaded.dtype).removeprefix("torch.")))
 
 
 def read_prompts(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO) -> list[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from hf_fastdecode.generation.report import Report
 
 from ..dtypes import parse_dtype
 from ..errors import InputError, out_of_memory
+from ..evals.report import plural
 from ..measurement import calls as measurement
 from ..measurement.calls import (
     Drawn,
@@ -75,26 +74,6 @@ def _random_model(shape: str, dtype: str, device: torch.device) -> tuple[Any, An
         if not out_of_memory(error):
             raise
         raise InputError(f"shape {shape} does not fit in the memory of {device}; name a smaller one") from error
-
-
-def machine(device: torch.device) -> str:
-    """The processor in words, with the number of threads where torch computes on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return device.type
-    threads = torch.get_num_threads()
-    return f"{_cpu_name()}, {threads} torch thread{'' if threads == 1 else 's'}"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _prepare(model: Any, tokenizer: Any) -> None:
@@ -262,7 +241,7 @@ def run_generate(
 
 def completion_heading(completion: Completion) -> str:
     return (
-        f"--- prompt {completion.prompt}, sample {completion.sample}: {_count(completion.tokens, 'token')}, "
+        f"--- prompt {completion.prompt}, sample {completion.sample}: {plural(completion.tokens, 'token')}, "
         f"mean log-p {completion.mean_logp:.3f}, ended by {completion.finish}"
     )
 
@@ -272,13 +251,9 @@ def summary(generated: Generated, *, machine: str, dtype: str) -> str:
     call = generated.report.last_call if generated.report is not None else None
     path = "stock transformers, as asked" if call is None else f"{call.path} ({call.reason})"
     return (
-        f"{_count(len(generated.completions), 'completion')}, {_count(tokens, 'token')} in {generated.seconds:.2f} s; "
+        f"{plural(len(generated.completions), 'completion')}, {plural(tokens, 'token')} in {generated.seconds:.2f} s; "
         f"{path}; {dtype}, {machine}"
     )
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: bool) -> None:
@@ -302,7 +277,7 @@ def check_memory(model: Any, input_ids: Tensor, sampling: Sampling, *, shared: b
 
 
 def _rows(rows: int, sampling: Sampling) -> str:
-    return f"{rows:,} completion{'' if rows == 1 else 's'} of up to {sampling.max_new_tokens:,} tokens"
+    return f"{plural(rows, 'completion')} of up to {sampling.max_new_tokens:,} tokens"
 
 
 def _kv_bytes(model: Any, prompts: int, length: int, sampling: Sampling, shared: bool) -> int:

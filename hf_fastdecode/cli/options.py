@@ -111,10 +111,7 @@ SAMPLES: Final = 4
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of drawing in one `generate` call; a value out of its bounds raises an InputError.
-
-    With `greedy`, temperature, top_p and top_k have no effect; top_p 1 and top_k 0 are off.
-    """
+    """Settings of drawing in one `generate` call, within bounds; greedy ones ignore temperature, top_p and top_k."""
 
     n: int = SAMPLES
     max_new_tokens: int = 128

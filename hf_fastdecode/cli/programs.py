@@ -187,10 +187,7 @@ def enabled_models() -> Iterator[None]:
     stock, build = model_manager.ModelManager, server.build_server
 
     class EnabledModels(stock):  # type: ignore[misc, valid-type]
-        """Models that generate are enabled before the first request sees them; adapters are loaded into their base.
-
-        Answers give a model the name that it is known by here, which is the one that was asked for.
-        """
+        """Enables models before the first request, and loads adapters into their base; names are those asked for."""
 
         @staticmethod
         def process_model_name(model_id: str) -> str:

@@ -30,18 +30,8 @@ Returns:
 """
 
 _CITATION: Final = """\
-@inproceedings{athiwaratkun2024bifurcated,
-  title = {Bifurcated Attention for Single-Context Large-Batch Sampling},
-  author = {Athiwaratkun, Ben and others},
-  booktitle = {International Conference on Machine Learning},
-  year = {2024}
-}
-@article{chen2021evaluating,
-  title = {Evaluating Large Language Models Trained on Code},
-  author = {Chen, Mark and others},
-  journal = {arXiv preprint arXiv:2107.03374},
-  year = {2021}
-}
+Athiwaratkun et al. 2024, Bifurcated Attention for Single-Context Large-Batch Sampling (arXiv:2403.08845), section 5.4;
+Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv:2107.03374), equation 1
 """
 
 

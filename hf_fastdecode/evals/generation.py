@@ -29,17 +29,7 @@ from ..api import enabled, explain
 from ..errors import InputError, out_of_memory
 from ..files import JsonlWriter, json_lines, read_jsonl, write_text
 from ..generation.decoding.sampling import NotFiniteError, TokenLogProbs
-from ..measurement.calls import (
-    ANCHOR,
-    Drawn,
-    begin_peak,
-    continuation,
-    count_before_end,
-    draw,
-    end_tokens_of,
-    memory_and_logit_errors,
-    peak_over,
-)
+from ..measurement import calls
 from .prompts import PromptFormat, ThoughtfulAnswer
 from .records import Latency, Mode, Sample, Task
 from .run_folder import Drawing, RunSettings, claim_folder, open_samples, units_of
@@ -93,7 +83,7 @@ class RowStopping(StoppingCriteria):
         self.finished_at: list[float | None] = [None] * len(rules)
         self._tokenizer = tokenizer
         self._rules, self._width = list(rules), prompts.shape[1]
-        self._anchors = prompts[:, -ANCHOR:].tolist()
+        self._anchors = prompts[:, -calls.ANCHOR :].tolist()
         self._special = special
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)  # None without Rust: rows are decoded anew
         self._streams: list[DecodeStream | None] = [
@@ -130,7 +120,7 @@ class RowStopping(StoppingCriteria):
                 stream = self._streams[row] = None
         if stream is None:
             ids = input_ids[row, self._width :].tolist()
-            text = continuation(self._tokenizer, self._anchors[row], ids, special=self._special)
+            text = calls.continuation(self._tokenizer, self._anchors[row], ids, special=self._special)
             self._texts[row] = text.removesuffix("\N{REPLACEMENT CHARACTER}")  # its last bytes may follow
         return len(self._texts[row]) != before and self._rules[row].finished(self._texts[row])
 
@@ -144,7 +134,7 @@ def sharing(model: Any, drawing: Drawing) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class DrawnRows:
-    call: Drawn
+    call: calls.Drawn
     processed: Tensor | None  # [rows, steps] float32: log-probabilities after temperature and nucleus, if asked for
     finished_at: list[float]  # when each row finished, by `time.perf_counter`
 
@@ -157,9 +147,9 @@ def draw_rows(
     batch = tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=form.special_tokens, verbose=False)
     prompts = batch["input_ids"].repeat_interleave(count, dim=0)
     rules = [form.stop_rule(task) for task in tasks for _ in range(count)]
-    stopping = RowStopping(tokenizer, rules, prompts, end_tokens_of(model), special=form.thinks)
+    stopping = RowStopping(tokenizer, rules, prompts, calls.end_tokens_of(model), special=form.thinks)
     processed = ProcessedLogProbs(drawing.temperature, drawing.top_p) if drawing.processed else None
-    call = draw(
+    call = calls.draw(
         model,
         {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask")},
         seed=seed,
@@ -187,12 +177,12 @@ def samples_of(
     """
     call = drawn.call
     count = len(call.tokens) // len(tasks)
-    ends = set(end_tokens_of(model))
+    ends = set(calls.end_tokens_of(model))
     samples = []
     for row, (prompt, tokens) in enumerate(zip(call.prompts.tolist(), call.tokens.tolist(), strict=True)):
         task = tasks[row // count]
-        length = count_before_end(tokens, ends)
-        text = continuation(tokenizer, prompt, tokens[:length], special=form.thinks)
+        length = calls.count_before_end(tokens, ends)
+        text = calls.continuation(tokenizer, prompt, tokens[:length], special=form.thinks)
         rule = form.stop_rule(task)
         tokens_of = partial(_tokens_of, tokenizer, prompt, tokens[:length], form.thinks)
         kept = tokens_of(rule.kept(text))
@@ -220,7 +210,7 @@ def _tokens_of(tokenizer: Any, prompt: list[int], tokens: list[int], special: bo
         return 0
 
     def text_length(count: int) -> int:
-        return len(continuation(tokenizer, prompt, tokens[:count], special=special))
+        return len(calls.continuation(tokenizer, prompt, tokens[:count], special=special))
 
     return bisect.bisect_left(range(len(tokens) + 1), characters, key=text_length)
 
@@ -258,7 +248,7 @@ def generate_samples(
     ):
         for unit in left:
             chosen, seed = [tasks[task] for task in unit.tasks], unit.seed(settings.seed, ids)
-            with memory_and_logit_errors(model, lambda: no_memory):
+            with calls.memory_and_logit_errors(model, lambda: no_memory):
                 rows = draw_rows(model, tokenizer, form, chosen, unit.count, settings.drawing, seed=seed)
             samples = samples_of(rows, model, tokenizer, form, chosen, first=unit.first)
             file.write(samples)
@@ -301,9 +291,9 @@ def measure_latency(
             for number, task in enumerate(tasks):
                 if number == 0 or on_gpu:
                     draw_rows(model, tokenizer, form, [task], n, warm_up, seed=seed)
-                before = begin_peak(model.device)
+                before = calls.begin_peak(model.device)
                 runs.append(draw_rows(model, tokenizer, form, [task], n, drawing, seed=seed))
-                if (peak := peak_over(model.device, before)) is not None:
+                if (peak := calls.peak_over(model.device, before)) is not None:
                     peaks.append(peak)
             if drawing.way == "shared" and (call := explain(model).last_call) is not None:
                 row = replace(row, mode=cast(Mode, call.mode))
@@ -439,7 +429,7 @@ def rescored(
     found: list[Sample] = []
     for start in range(0, len(samples), at_once):
         part = texts[start : start + at_once]
-        with memory_and_logit_errors(model, lambda: no_memory):
+        with calls.memory_and_logit_errors(model, lambda: no_memory):
             log_probs = _log_probs(model, part)
         for sample, text, row in zip(samples[start : start + at_once], part, log_probs, strict=True):
             first = max(1, _common_prefix(prompt, text))  # the first token has no logits

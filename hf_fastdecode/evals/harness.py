@@ -44,7 +44,8 @@ class FastDecodeLM(HFLM):
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix)
         except ValueError as error:
             raise InputError(f"--model_args: {error}") from error
-        _check_batch_size(arguments.get("batch_size"))
+        if not re.fullmatch(r"auto(:\d+)?|0*[1-9]\d*", size := str(arguments.get("batch_size") or 1)):
+            raise InputError(f"--batch_size must be a whole number of at least 1, auto or auto:N, got {size!r}")
         if isinstance(pretrained, str):
             pretrained, arguments = _of_checkpoint(pretrained, arguments)
         super().__init__(pretrained, **arguments)
@@ -64,11 +65,6 @@ def _multimodal_class(config: Any) -> Any:
     except ValueError:  # custom code
         return None
     return None if config.is_encoder_decoder or auto is AutoModelForCausalLM else auto
-
-
-def _check_batch_size(size: Any) -> None:
-    if size is not None and not re.fullmatch(r"auto(:\d+)?|0*[1-9]\d*", str(size)):
-        raise InputError(f"--batch_size must be a whole number of at least 1, auto or auto:N, got {str(size)!r}")
 
 
 def _of_checkpoint(name: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Metrics over pools of judged samples: pass@k, pass@top-m and other rankers, exact for every n at once; intervals.
 
-Plain functions, without torch. `PassAtTopK` is a metric of `evaluate`, which is imported on demand: it takes seconds.
+Without torch. `PassAtTopK` is a metric of `evaluate`, which is imported on demand: it takes seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pool:
     def settle(self) -> tuple[Pool, int]:
         """Give duplicates the verdict of their majority, a tie counting as failed, and count those that changed.
 
-        Verdicts of duplicates differ where the scorer is flaky, e.g. by timeouts on a busy machine.
+        They differ where the scorer is flaky, e.g. by timeouts on a busy machine.
         """
         votes: Counter[Hashable] = Counter()
         for key, right in zip(self.keys, self.passed):
@@ -214,10 +214,7 @@ def pass_at_votes(
 
 
 def _chances(counts: NDArray[np.int64], right: NDArray[np.bool_], m: int) -> NDArray[np.float64]:
-    """Compute the chance that one of the m largest groups is right, over random orders of ties, for each draw.
-
-    counts: [draws, groups].
-    """
+    """Chance that one of the m largest groups is right, over random orders of ties; counts: [draws, groups]."""
     least = np.partition(counts, -m, axis=1)[:, -m] if m < counts.shape[1] else np.zeros(len(counts), dtype=np.int64)
     least = np.maximum(least, 1)[:, None]  # a group that was not drawn is no candidate
     above, tied = counts > least, counts == least
@@ -277,10 +274,7 @@ def bootstrap_interval(
 
 
 def pass_at_n(passed: Sequence[bool]) -> NDArray[np.float64]:
-    """pass@n for n = 1..N: at least one of n of a task's N samples passes (the oracle; `pass_at_k` with k = n).
-
-    Returns [N] probabilities, means over all subsets of n samples.
-    """
+    """pass@n for n = 1..N, [N]: the mean over all subsets of n of a task's N samples (`pass_at_k` with k = n)."""
     check_pool(passed, passed)
     samples, wrong = len(passed), sum(not right for right in passed)
     all_of, none_of = binomials(samples), binomials(wrong)

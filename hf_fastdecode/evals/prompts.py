@@ -53,10 +53,7 @@ _KNOWN: Final = (
 
 
 def thoughts_of(template: str, prompt: str) -> Thoughts | None:
-    """Find how a model marks its thoughts, from its chat template and the prompt after the user's message.
-
-    None where it does not think, or where the prompt has closed its thoughts, as with ``enable_thinking=False``.
-    """
+    """How a model marks its thoughts, by its template and the prompt after a message; None if it does not think."""
     if prompt.rstrip().endswith("<|start|>assistant"):
         return CHANNELS
     for known in _KNOWN:
@@ -68,13 +65,9 @@ def thoughts_of(template: str, prompt: str) -> Thoughts | None:
 
 
 class ThoughtfulAnswer(StopRule):
-    """Ends after the first code block of the answer, or where no block was begun, with the text.
-
-    To a prompt without tests, all after the thoughts is the answer.
-    """
+    """Ends after the answer's first code block, or with the text; to a prompt without tests, all is the answer."""
 
     def __init__(self, task: Task, thoughts: Thoughts):
-        super().__init__()
         self._task, self._thoughts = task, thoughts
 
     def answer_start(self, text: str) -> int | None:
@@ -101,9 +94,6 @@ class ThoughtfulAnswer(StopRule):
         except InputError:  # the method is not there, which the compiler says too
             return program
 
-    def _restart(self) -> None:
-        pass
-
     def _find(self, text: str) -> int | None:
         start = self.answer_start(text) if self._task.tests else None
         block = None if start is None else _BLOCK.search(text[start:])
@@ -114,10 +104,7 @@ _BLOCK: Final = re.compile(r"^[ \t]*```[^\n`]*\n(?P<program>.*?)(?P<end>^[ \t]*`
 
 
 def continued(task: Task, program: str) -> str:
-    """Make a whole program the completion of a task's stem, which it begins with, or whose entry point it defines.
-
-    An InputError where it is Java that has no method of that name.
-    """
+    """Make a whole program the completion of a task's stem; an InputError for Java without a method of that name."""
     for stem in (task.stem, task.stem.strip()):
         if program.startswith(stem):
             return program.removeprefix(stem)

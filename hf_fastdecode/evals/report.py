@@ -1,7 +1,4 @@
-"""The report of a run folder: accuracy over tasks, from samples and verdicts, and latency, from separate runs.
-
-The two are measured separately and joined by n only.
-"""
+"""The report of a run folder: accuracy over tasks, and latency, which are measured separately and joined by n only."""
 
 from __future__ import annotations
 

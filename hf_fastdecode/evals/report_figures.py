@@ -43,10 +43,7 @@ class Mark:
 
 
 def place_marks(figure: Any, marks: Iterable[Mark]) -> None:
-    """Write marks beside their points, ends first, and leave out others that would cover one.
-
-    Everything else must be drawn before.
-    """
+    """Write marks beside points when all else is drawn: ends first, and others unless they would cover one."""
     figure.draw_without_rendering()  # settles the layout, from which follows where things are
     taken: list[Any] = []
     for mark in sorted(marks, key=lambda mark: not mark.is_end):

@@ -8,10 +8,11 @@ from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -125,70 +126,37 @@ PAGE: Final = "report.html"
 # The policy has a browser refuse to fetch anything, whatever a task's name might smuggle in.
 _HEAD: Final = """<!doctype html>
 <html lang="en">
-<head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #202124; background: #fff; max-width: 68rem; margin: 2rem auto;
-  padding: 0 1rem }}
-h1 {{ font-size: 1.4rem }}
-h2 {{ font-size: 1.1rem; margin-top: 2rem }}
+body {{ max-width: 68rem; margin: 2rem auto; padding: 0 1rem }}
 img {{ max-width: 100%; height: auto }}
-.wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 0.87rem }}
-th, td {{ padding: 0.2rem 0.6rem; text-align: right; border-bottom: 1px solid #e0e0e0; white-space: nowrap }}
-th:first-child, td:first-child {{ text-align: left }}
-.note {{ background: #fef7e0; padding: 0.3rem 0.6rem; margin: 0.3rem 0 }}
-pre {{ background: #f5f5f5; padding: 0.6rem; overflow-x: auto; font-size: 0.82rem }}
+pre {{ overflow-x: auto; font-size: 0.87rem }}
 </style>
-</head>
-<body>
 """
+_LEGEND: Final = (
+    "pass@n: some of n samples passes its tests; pass@top: one of the best-ranked distinct samples passes. Means over "
+    "all subsets of n samples of each task's pool; ± is the standard error of an estimate by Monte Carlo. Latency is "
+    "of separate calls of one prompt each, and joined to accuracy by n only; within a time budget, the most accurate "
+    "n whose last sample is in time counts.\n"
+)
 
 
 def page(found: Report, pictures: Mapping[str, bytes]) -> str:
-    """Write the page; pictures are PNG bytes by their descriptions."""
-    accuracy = found.accuracy
-    parts = [_HEAD.format(title=escape(found.title)), f"<h1>{escape(found.title)}</h1>\n"]
-    parts += [f'<p class="note">{escape(note)}</p>\n' for note in found.notes]
-    for name, picture in pictures.items():
-        source = b64encode(picture).decode()
-        parts.append(f'<p><img alt="{escape(name)}" src="data:image/png;base64,{source}"></p>\n')
-    if accuracy is not None:
-        m = accuracy.m
-        parts += [
-            "<h2>Accuracy</h2>\n",
-            "<p>pass@n: some of n samples passes its tests."
-            + (f" pass@top{m}: one of the {m} best-ranked distinct samples passes." if m is not None else "")
-            + " Means over all subsets of n samples of each task's pool, with 95 % bootstrap intervals over tasks in "
-            "brackets; ± is the standard error of an estimate by Monte Carlo.</p>\n",
-            *_html_table(*accuracy_table(accuracy)),
-            f"<p>{escape(status_line(accuracy))}</p>\n",
-        ]
-    if found.latency:
-        parts += [
-            "<h2>Latency</h2>\n",
-            "<p>Medians over prompts, each in a separate call, measured separately from the scored samples. "
-            "Accuracy and latency are joined by n only; within a time budget, the most accurate n whose last sample "
-            "is in time counts.</p>\n",
-        ]
-        for device, cells in latency_tables(found).items():
-            parts += [f"<h3>{escape(device)}</h3>\n", *_html_table(*cells)]
-        parts += [f"<p>{escape(line)}</p>\n" for line in growth_lines(found)]
-    if accuracy is not None:
-        parts += ["<h2>Tasks</h2>\n", *_html_table(*task_table(accuracy))]
+    """Write the page: pictures, which are PNG bytes by their descriptions, and what a wide terminal shows."""
+    console = Console(record=True, width=160, file=StringIO())
+    console.print(report_text(found), Text(f"\n{_LEGEND}"))
+    if found.accuracy is not None:
+        console.print(_terminal_table("tasks", *task_table(found.accuracy)))
     settings = json.dumps(found.settings, indent=1, ensure_ascii=False)
-    parts += ["<h2>Settings</h2>\n", f"<pre>{escape(settings)}</pre>\n", "</body>\n</html>\n"]
-    return "".join(parts)
-
-
-def _html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    def line(cells: Iterable[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
-
-    return ['<div class="wide"><table>\n', line(head, "th"), *(line(row, "td") for row in rows), "</table></div>\n"]
+    console.print(Text(f"\nsettings: {settings}"))
+    images = (
+        f'<p><img alt="{escape(name)}" src="data:image/png;base64,{b64encode(picture).decode()}"></p>\n'
+        for name, picture in pictures.items()
+    )
+    text = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
+    return f"{_HEAD.format(title=escape(found.title))}{''.join(images)}{text}</html>\n"
 
 
 METRICS: Final = "metrics.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -16,9 +17,6 @@ from typing import Any, Final
 from ..errors import InputError
 from ..files import JsonlWriter, exclusive, json_lines, read_jsonl, write_json, write_text
 from .records import Sample, Way, read_samples
-
-if os.name == "posix":
-    import fcntl
 
 _PAUSE: Final = 0.5
 """Seconds between two checks of other processes' progress."""
@@ -59,8 +57,6 @@ class Queue:
             waiting = busy
 
     def _claim(self, number: int) -> bool:
-        if os.name != "posix":
-            return True
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
         except (BlockingIOError, PermissionError):  # another has it; systems differ in how they say so
@@ -70,9 +66,8 @@ class Queue:
         return True
 
     def _release(self, number: int) -> None:
-        if os.name == "posix":
-            with suppress(OSError):
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
+        with suppress(OSError):
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, number)
 
     def close(self) -> None:
         self._file.close()
@@ -277,10 +272,7 @@ class Unit:
 
 
 def units_of(tasks: int, n: int, rows: int) -> list[Unit]:
-    """Divide `n` samples of each of `tasks` tasks into calls of at most `rows` rows.
-
-    Several tasks share a call where their samples fit; otherwise a task's samples come in chunks.
-    """
+    """Divide `n` samples of each task into calls of at most `rows` rows, of several tasks where these fit."""
     if n >= rows:
         chunks = [(first, min(rows, n - first)) for first in range(0, n, rows)]
         return [Unit((task,), first, count) for task in range(tasks) for first, count in chunks]

@@ -148,9 +148,8 @@ class StopRule(ABC):
     The completion of a finished text is that of all its continuations: it does not depend on when generation stopped.
     """
 
-    def __init__(self) -> None:
-        self._read = ""
-        self._end: int | None = None
+    _read = ""
+    _end: int | None = None
 
     def finished(self, text: str) -> bool:
         """Whether nothing that may follow this text belongs to the completion."""
@@ -159,7 +158,6 @@ class StopRule(ABC):
     def end(self, text: str) -> int | None:
         """Return the length of the completion in characters of the text; None while it may go on."""
         if not text.startswith(self._read):  # another text, or a letter whose bytes were not complete
-            self._read, self._end = "", None
             self._restart()
         if self._end is None:
             self._end = self._find(text)
@@ -175,9 +173,9 @@ class StopRule(ABC):
         """Return the kept characters, closed where the rule closes them."""
         return text[: self.kept(text)]
 
-    @abstractmethod
     def _restart(self) -> None:
         """Forget the text."""
+        self._read, self._end = "", None
 
     @abstractmethod
     def _find(self, text: str) -> int | None:
@@ -185,9 +183,6 @@ class StopRule(ABC):
 
 
 class Unbounded(StopRule):
-    def _restart(self) -> None:
-        pass
-
     def _find(self, text: str) -> int | None:
         return None
 
@@ -195,17 +190,12 @@ class Unbounded(StopRule):
 class StopWords(StopRule):
     """Ends before the first of some words.
 
-    Python that does not parse, such as a cut-off text, may be `repaired`: it loses its last lines until it does. A
-    word within another, past its first character, is a ValueError: more text could bring an earlier end.
+    Python that does not parse, such as a cut-off text, may be `repaired`: it loses its last lines until it does. No
+    word lies within another, past its first character: more text could bring an earlier end.
     """
 
     def __init__(self, words: Sequence[str], *, repaired: bool = False):
-        super().__init__()
         self._repaired = repaired
-        if not words or not all(words):
-            raise ValueError(f"stop words must be texts of at least one character, got {list(words)}")
-        if within := [(one, other) for one in words for other in words if one in other[1:]]:
-            raise ValueError(f"stop word {within[0][0]!r} lies within {within[0][1]!r}; leave the longer one out")
         self._longest = max(map(len, words))
         self._pattern = re.compile("|".join(map(re.escape, sorted(words, key=len))))
         self._searched = 0
@@ -215,6 +205,7 @@ class StopWords(StopRule):
         return len(longest_parsing_prefix(text[:kept])) if self._repaired else kept
 
     def _restart(self) -> None:
+        super()._restart()
         self._searched = 0
 
     def _find(self, text: str) -> int | None:
@@ -257,7 +248,6 @@ class PythonFunctionEnd(StopRule):
     """
 
     def __init__(self, stem: str, entry_point: str):
-        super().__init__()
         self._entry_point = entry_point
         self._stem = stem
         self._above = set(re.findall(r"^(?:async\s+)?(?:def|class)\s+(\w+)", stem, re.M))
@@ -267,6 +257,7 @@ class PythonFunctionEnd(StopRule):
         return len(longest_parsing_prefix(text[: super().kept(text)], self._stem))
 
     def _restart(self) -> None:
+        super()._restart()
         self._lexer = Lexer("python")
         self._depth = 0
         self._previous: Token | None = None
@@ -348,7 +339,6 @@ class BraceEnd(StopRule):
     """
 
     def __init__(self, language: Language, stem: str, entry_point: str):
-        super().__init__()
         self._language = language
         above = tokens(stem, language)
         self._opened = sum(map(_step, above))
@@ -360,10 +350,7 @@ class BraceEnd(StopRule):
         self._restart()
 
     def kept(self, text: str) -> int:
-        end = self.end(text)
-        if end is None:
-            end = self._item_end
-        return len(text) if end is None else end
+        return super().kept(text) if self.end(text) is not None or self._item_end is None else self._item_end
 
     def completion(self, text: str) -> str:
         kept = super().completion(text)
@@ -371,6 +358,7 @@ class BraceEnd(StopRule):
         return kept if self._item_end is None else kept + "\n}" * still_open
 
     def _restart(self) -> None:
+        super()._restart()
         self._lexer = Lexer(self._language)
         self._depth = self._opened
         self._parentheses = 0

@@ -16,12 +16,10 @@ from ..errors import InputError, one_line
 from ..files import Record, parse_records, read_bytes
 from .records import Language, Task
 
-_READ_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test")
-_NOT_PART_OF_MBPP: Final = ("challenge_test_list",)
-"""Harder tests of MBPP, with which nobody scores: pass@k is that of `test_list` (Austin et al. 2021)."""
-_READ_OF_MBXP: Final = ("test",)
-_NOT_PART_OF_MBXP: Final = ("example_test",)
-"""Tests of HumanEval-X that its prompt shows; `test` has them all."""
+# Fields of tests. Two are not read: harder ones of MBPP, with which nobody scores (pass@k is that of `test_list`), and
+# those of HumanEval-X that its prompt shows; `test` has them all.
+_TESTS_OF_MBPP: Final = ("test_list", "test_imports", "test_setup_code", "test", "challenge_test_list")
+_TESTS_OF_MBXP: Final = ("test", "example_test")
 _TASK_FIELDS: Final = frozenset({"canonical_solution", "code", "entry_point", "test", "tests"})
 """Fields of programming tasks: one that lacks some of them is not taken for a prompt alone."""
 _HOLDS_TESTS: Final = re.compile(r"(?<!con)(?<!la)(?<!grea)test|assert|_inputs?$|^inputs?_|^inputs?$")
@@ -33,7 +31,7 @@ def mbpp_task(record: Record) -> Task:
 
     One of MBPP+ (Liu et al. 2023) has further tests as a program, in `test`, which runs after the others.
     """
-    _refuse_other_tests(record, (*_READ_OF_MBPP, *_NOT_PART_OF_MBPP))
+    _refuse_other_tests(record, _TESTS_OF_MBPP)
     description = record.text("prompt") if "text" not in record.fields else record.text("text")
     setup = "\n".join([*record.texts("test_imports", ()), record.text("test_setup_code", "")]).strip()
     tests = record.texts("test_list")
@@ -55,7 +53,7 @@ def mbxp_task(record: Record, language: Language) -> Task:
 
     HumanEval's file does not name the language; `canonical_solution` is null where no solution is known.
     """
-    _refuse_other_tests(record, (*_READ_OF_MBXP, *_NOT_PART_OF_MBXP))
+    _refuse_other_tests(record, _TESTS_OF_MBXP)
     return Task(
         task_id=record.text("task_id"),
         language=language,
@@ -79,10 +77,7 @@ def prompt_task(record: Record) -> Task:
 
 
 def _refuse_other_tests(record: Record, known: tuple[str, ...]) -> None:
-    """Refuse a record with tests that are not read, since programs that fail them would pass.
-
-    EvalPlus' files are such: their `base_input` and `plus_input` need its program to become tests.
-    """
+    """Refuse a record with tests that are not read, such as EvalPlus' inputs: programs that fail them would pass."""
     for name, value in record.fields.items():
         if name not in known and value and _HOLDS_TESTS.search(name):
             raise record.error(

@@ -14,19 +14,7 @@ from torch import Tensor
 from .._compat import CACHE
 from ..api import enabled, explain
 from ..cache.shared import cache_bytes
-from . import SAMPLING
-from .calls import (
-    begin_peak,
-    collect,
-    guarded,
-    peak_over,
-    percentiles,
-    prefill_and_decode,
-    seeded,
-    step_columns,
-    wall_seconds,
-    what_ran,
-)
+from . import SAMPLING, calls
 from .figures import COLOURS, add_legend, add_title, new_figure, save, style_axis
 from .rows import Case, Measurement, by, markdown
 
@@ -42,10 +30,7 @@ _BUDGET_S: Final = 20.0  # seconds after which a call is not repeated
 
 @dataclass(frozen=True)
 class BenchCase(Case):
-    """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens.
-
-    `shape` is the model's name, and `dtype` that of its weights.
-    """
+    """`samples` completions of `new_tokens` tokens of one prompt of `context` random tokens, by the model `shape`."""
 
     shape: str
     context: int
@@ -55,10 +40,7 @@ class BenchCase(Case):
 
 
 class StockBesideEnabled:
-    """Measures a model in both ways; `enable` has options of `hf_fastdecode.enable`.
-
-    No token ends a row. Each call is timed `repeats` times at most.
-    """
+    """Measures a model in both ways, `repeats` times at most, `enable` being options of ours; no token ends a row."""
 
     def __init__(self, model: Any, enable: dict[str, Any], *, repeats: int):
         self.model, self.enable, self.repeats = model, enable, repeats
@@ -75,7 +57,7 @@ class StockBesideEnabled:
         on CUDA. ``ran``: what the report says of the enabled model's call. Times are medians. In float32, tokens that
         are not stock's make the status ``wrong``.
         """
-        return guarded(_COLUMNS, lambda: self._measured(case, way))
+        return calls.guarded(_COLUMNS, lambda: self._measured(case, way))
 
     def _measured(self, case: BenchCase, way: str) -> dict[str, Any]:
         model, device, shared = self.model, self.model.device, way == "shared"
@@ -84,14 +66,14 @@ class StockBesideEnabled:
             self._caller(replace(case, context=1, samples=1))(2)
             self._warm = True
         if shared and case.dtype == "float32" and case not in self._stock:
-            with seeded(device):
+            with calls.seeded(device):
                 self._stock[case] = call(case.new_tokens)
-        collect()
-        before = begin_peak(device)
+        calls.collect()
+        before = calls.begin_peak(device)
         with enabled(model, **self.enable) if shared else nullcontext():
             first: list[Any] = []
-            with seeded(device):
-                seconds = wall_seconds(
+            with calls.seeded(device):
+                seconds = calls.wall_seconds(
                     lambda: first.append(call(case.new_tokens, return_dict_in_generate=not shared)), device
                 )
             tokens = first[0] if shared else first[0].sequences
@@ -104,18 +86,18 @@ class StockBesideEnabled:
             call(1)
             if shared:
                 call(case.new_tokens)  # what the second call captures
-            prefills, decodes, whole = prefill_and_decode(
+            prefills, decodes, whole = calls.prefill_and_decode(
                 model, call, case.new_tokens, repeats=self.repeats, budget_s=_BUDGET_S
             )
-            ran = what_ran(model) if shared else None
+            ran = calls.what_ran(model) if shared else None
             last = explain(model).last_call if shared else None
         return {
             "first_call_s": seconds,
-            "prefill_s": percentiles(prefills).p50,
-            **step_columns(decodes, case.new_tokens - 1, case.samples * (case.new_tokens - 1)),
-            "total_s": percentiles(whole).p50,
+            "prefill_s": calls.percentiles(prefills).p50,
+            **calls.step_columns(decodes, case.new_tokens - 1, case.samples * (case.new_tokens - 1)),
+            "total_s": calls.percentiles(whole).p50,
             "kv_bytes": held if last is None else last.nbytes.allocated,
-            "peak_bytes": peak_over(device, before),
+            "peak_bytes": calls.peak_over(device, before),
             "ran": ran,
         }
 

@@ -176,10 +176,7 @@ def seeded(device: torch.device, seed: int = 0) -> Iterator[None]:
 
 @contextmanager
 def memory_and_logit_errors(model: Any, memory_error: Callable[[], Exception]) -> Iterator[None]:
-    """Context in which running out of memory raises `memory_error`'s result, and non-finite logits an InputError.
-
-    The model's `TokenLogProbs` checks its logits.
-    """
+    """Within, memory that runs out raises `memory_error`'s result, and logits that are not finite an InputError."""
     try:
         yield
     except (RuntimeError, MemoryError, NotFiniteError) as error:
@@ -207,10 +204,7 @@ def count_before_end(tokens: Sequence[int], end_tokens: Collection[int]) -> int:
 
 
 def continuation(tokenizer: Any, prompt: list[int], ids: list[int], *, special: bool = False) -> str:
-    """The text that these tokens add to their prompt's; tokenizers strip a space from the start of a text.
-
-    With `special`, the text of special tokens too.
-    """
+    """The text that tokens add to their prompt's: tokenizers strip a space from the start of a text."""
 
     def text(tokens: list[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
@@ -277,10 +271,7 @@ def what_ran(model: Any, *, must_share: bool = True) -> str:
 
 @contextmanager
 def counted_tokens(embedding: Any) -> Iterator[list[int]]:
-    """Within, the number of tokens of each call of an embedding.
-
-    A hook of this package is one that calls share context under, which those of other programs are not.
-    """
+    """Within, the number of tokens of each call of an embedding, by a hook under which calls share context."""
     counted: list[int] = []
     hook = embedding.register_forward_hook(lambda module, args, out: counted.append(args[0].numel()))
     try:

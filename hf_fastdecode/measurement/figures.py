@@ -41,10 +41,7 @@ def panel_axes(
     legend_size: int = 9,
     finish: Callable[[Any], object] = lambda figure: None,
 ) -> Iterator[list[Any]]:
-    """Axes of a figure's panels to draw into; after that they get their style, a title and one legend, and are saved.
-
-    `finish` gets the figure when everything else is drawn.
-    """
+    """Axes to draw into; then they get style, title and legend, `finish` gets the figure, and it is saved."""
     figure, axes = new_figure(count, columns, size)
     yield axes
     for axis in axes:

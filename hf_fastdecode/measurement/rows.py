@@ -35,20 +35,12 @@ _SILENT_OPTIONS = {"out": 1, "plot": 0}
 
 
 def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:
-    """The columns that every measurement on a device begins with.
-
-    A backend of the environment that changes what runs stands in front of the command, as in a shell.
-    """
+    """The columns that every measurement begins with; a backend stands before the command, as in a shell."""
     import torch  # here, since rows are also read where its seconds would be lost
     import transformers
 
-    device = torch.device(device)
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     return {
-        "device": name,
+        "device": device_name(torch.device(device)),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -56,6 +48,15 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
         "commit": _commit(),
         "command": " ".join([*([f"{BACKEND_VARIABLE}={backend}"] if backend else []), _program(), *_arguments()]),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """A GPU's name; else the kind of processor, and the number of torch's threads."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def _arguments() -> list[str]:
@@ -81,10 +82,7 @@ def _program() -> str:
 
 
 def _commit() -> str:
-    """The commit measured; after it, when files have changed since, ``+`` and a hash of the sources.
-
-    ``$COMMIT`` when it is set, as where the files were copied from a repository.
-    """
+    """The commit measured, or `$COMMIT`; after it, when files have changed, ``+`` and a hash of the sources."""
     if given := os.environ.get("COMMIT"):
         return given
     package = Path(__file__).resolve().parents[1]
@@ -197,7 +195,8 @@ def run(
             for key, (case, way, head) in zip(keys, asked, strict=True):
                 bar.set_postfix_str(f"{next(iter(case.columns().values()))} {way}", refresh=True)
                 if not _is_done(made.get(key), head):
-                    made[key] = _as_read(head | measure(case, way))
+                    found = head | measure(case, way)
+                    made[key] = {name: "" if value is None else str(value) for name, value in found.items()}
                     write_rows(out, list(made.values()))
                     tqdm.write(brief(made[key]), file=sys.stderr)
                 else:
@@ -251,10 +250,6 @@ def _is_done(measurement: Measurement | None, head: dict[str, Any]) -> bool:
 def _is_replaced(measurement: Measurement | None, head: dict[str, Any]) -> bool:
     """Whether a measurement of another run is lost when this one is made."""
     return measurement is not None and not failed([measurement]) and not _is_done(measurement, head)
-
-
-def _as_read(measurement: dict[str, Any]) -> Measurement:
-    return {name: "" if value is None else str(value) for name, value in measurement.items()}
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], note: str = "") -> str:

@@ -108,10 +108,7 @@ def random_model(
     slim: SlimLayer | None = None,
     positions: int = MAX_POSITIONS,
 ) -> PreTrainedModel:
-    """A model of one of `SHAPES` with random weights, in eval mode, that never stops by itself.
-
-    With `slim`, what each layer caches, a slim model. Raises ValueError without such a shape, or a slim form of it.
-    """
+    """A model of one of `SHAPES` with random weights, in eval mode, that never stops; with `slim` a slim one."""
     from transformers import AutoModelForCausalLM  # here, since names of shapes are read where its seconds are lost
 
     from ..patches.layers.slim_values import StoredMatrix

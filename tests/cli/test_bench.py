@@ -49,7 +49,7 @@ def test_other_tokens_than_stock_are_wrong(words, monkeypatch):
         return inner(device, other.calls)
 
     other.calls = 0
-    monkeypatch.setattr("hf_fastdecode.measurement.bench.seeded", other)
+    monkeypatch.setattr("hf_fastdecode.measurement.calls.seeded", other)
     done = run(*words, "--point", "90x4")
     assert (done.exit_code, done.stdout) == (1, "")
     assert "are not right: shared: wrong: other tokens than stock from the same seed" in done.stderr

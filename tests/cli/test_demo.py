@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from hf_fastdecode.assets import embedded_tasks
 from hf_fastdecode.cli.console import FailedCheck
 from hf_fastdecode.cli.demo import DEFAULT_TASK, _next_steps
-from hf_fastdecode.cli.demo_run import _rank, check_same, demo_text, run_demo
+from hf_fastdecode.cli.demo_run import check_same, demo_text, judged, run_demo
 from hf_fastdecode.cli.models import Completion
 from hf_fastdecode.cli.options import Sampling, pick_tasks
 from hf_fastdecode.errors import InputError
@@ -29,17 +30,16 @@ def test_both_sides_are_measured(loaded):
     found = run_demo(
         model, tokenizer, pick_tasks([DEFAULT_TASK], 1)[0], Sampling(n=3, max_new_tokens=5, top_p=1.0), shots=1
     )
-    m, n, steps = found.prompt_length, 3, found.steps
+    m, n, steps = found.shared.drawn.prompt_length, 3, found.shared.drawn.log_probs.shape[1]
     assert (found.stock.path, found.shared.path) == ("stock", "shared")
     assert found.stock.prompt_tokens == n * m
     assert found.shared.prompt_tokens == m
     assert found.stock.kv_bytes == n * (m + steps - 1) * BYTES_PER_TOKEN
     assert found.shared.kv_bytes == (m + n * 5) * BYTES_PER_TOKEN, "allocated for all tokens that may come"
     for side in (found.stock, found.shared):
-        assert 0 < side.first_token_s < side.total_s
-    assert found.samples == 3
-    assert found.passing == 0
-    assert found.drawn_tokens <= 3 * steps
+        assert 0 < side.drawn.first_token_s < side.drawn.total_s
+    assert len(found.completions) == 3
+    assert not any(verdict.passed for verdict in found.verdicts.values())
     assert model.forward == forward
     assert len(model.get_input_embeddings()._forward_hooks) == hooks
 
@@ -76,38 +76,36 @@ def task():
     return next(task for task in embedded_tasks() if task["task_id"] == 101)
 
 
-@pytest.fixture
-def completions(task):
-    right = task["code"]
-    texts = [("wrong", -3.0), (right, -0.5), ("wrong", -0.1), (right, -0.2), ("def", -9.0)]
-    return [Completion(0, sample, text, 5, logp, "stop") for sample, (text, logp) in enumerate(texts)]
-
-
-def test_candidates_are_distinct_ranked_and_checked(task, completions):
-    found, not_tested = _rank(completions, task)
+def test_candidates_are_distinct_ranked_and_checked(loaded, task):
+    texts = ["wrong", task["code"], "wrong", task["code"], "def"]
+    verdicts, not_tested = judged(texts, task)
     if not_tested:
         pytest.skip(not_tested)
-    right = task["code"]
-    assert [(one.completion.text, one.completion.mean_logp, one.count) for one in found] == [
-        ("wrong", -0.1, 2),
-        (right, -0.2, 2),
-        ("def", -9.0, 1),
+    assert {text: verdict.status for text, verdict in verdicts.items()} == dict(
+        zip(texts, ["fail", "pass"] * 2 + ["compile"])
+    )
+    found = run_demo(*loaded, task, Sampling(n=2, max_new_tokens=2), shots=0)
+    completions = [
+        Completion(0, 0, text, 5, logp, "stop") for text, logp in zip(texts, (-0.1, -0.2, -0.5, -3.0, -9.0))
     ]
-    assert [one.verdict.status for one in found] == ["fail", "pass", "compile"]
+    console = Console(width=200, record=True, file=StringIO())
+    found = replace(found, completions=completions, verdicts=verdicts)
+    console.print(demo_text(found, task, 0, machine="a CPU", model="a model", best=3))
+    text = console.export_text()
+    assert "2 of 5 completions pass its tests, 1 of the 3 distinct ones." in text
+    rows = [words[1:8:2] for words in map(str.split, text.splitlines()) if words[1:2] in (["1"], ["2"], ["3"])]
+    assert rows == [["1", "-0.100", "2x", "fail:"], ["2", "-0.200", "2x", "pass"], ["3", "-9.000", "1x", "compile:"]]
 
 
-def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, completions, monkeypatch):
+def test_without_a_sandbox_the_demo_says_that_tests_were_not_run(loaded, task, monkeypatch):
     def refuse(*args):
         raise SandboxError("no sandbox; install bubblewrap")
 
     monkeypatch.setattr("hf_fastdecode.cli.demo_run.choose", refuse)
-    candidates, not_tested = _rank(completions, task)
-    assert not_tested == "no sandbox; install bubblewrap"
-    assert [one.count for one in candidates] == [2, 2, 1]
-    assert not any(one.passed for one in candidates)
     found = run_demo(*loaded, task, Sampling(n=2, max_new_tokens=2), shots=0)
+    assert (found.verdicts, found.not_tested) == ({}, "no sandbox; install bubblewrap")
     console = Console(width=200, record=True, file=StringIO())
-    console.print(demo_text(found, machine="a CPU", model="a model", best=1))
+    console.print(demo_text(found, task, 0, machine="a CPU", model="a model", best=1))
     text = console.export_text()
     assert "The tests were not run: no sandbox; install bubblewrap.\n" in text
     assert "not run" in text.splitlines()[-2]

@@ -420,8 +420,6 @@ def test_what_cannot_be_started() -> None:
     none = choose("none", allow_unsafe=True)
     done = outcome(lambda: none.popen(["/nosuch/program"]))
     assert (done.status, done.exit_code) == ("failed", 127)
-    with pytest.raises(ValueError, match="readable paths must be absolute and exist, got /nosuch"):
-        none.popen(["true"], readable=[Path("/nosuch")])
 
 
 def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandbox: Sandbox) -> None:
@@ -432,9 +430,3 @@ def test_a_sandbox_that_is_not_set_up(monkeypatch: pytest.MonkeyPatch, any_sandb
     assert (done.status, done.detail) == ("sandbox_error", "bwrap: Unknown option --no-such-option")
     with pytest.raises(SandboxError, match="Unknown option"):
         any_sandbox.popen(["true"])
-
-
-@pytest.mark.parametrize("name", ["cpu_seconds", "memory_bytes", "scratch_bytes"])
-def test_limits_are_positive(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be above 0, got 0"):
-        Limits(**{name: 0})

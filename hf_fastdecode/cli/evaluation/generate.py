@@ -273,7 +273,8 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str
         "new_tokens": prepared.drawing.max_new_tokens,
     }
     path, where = folder / LATENCY, provenance(prepared.model.device)
-    _check_rows(path, about)
+    for row in read_rows(path) if path.exists() else []:
+        _refuse_others(f"{path} has rows of", row, about, "delete the file")
     _check_run(folder, about)
     shared = {"shared" if mode == "auto" else f"shared:{mode}": mode for mode in modes}
 
@@ -301,23 +302,17 @@ def time_samples(prepared: Prepared, folder: Path, prompts: int, modes: list[str
 
 def _check_run(folder: Path, about: Mapping[str, Any]) -> None:
     """Refuse the folder of a run that draws something else: its report would set this latency against its accuracy."""
-    if not (folder / SETTINGS).exists():
-        return
-    kept = read_settings(folder)
-    for name in ("model", "task", "format", "temperature", "top_p", "new_tokens"):
-        before = kept.get("max_" * (name == "new_tokens") + name)
-        if before != about[name]:
-            raise InputError(
-                f"{folder} holds a run with another {name.replace('_', ' ')} ({before}, now {about[name]}); name "
-                "another --out, or time with the run's options"
-            )
+    kept = read_settings(folder) if (folder / SETTINGS).exists() else {}
+    if kept:
+        kept = {"new_tokens": kept.get("max_new_tokens")} | {name: kept.get(name) for name in _OF_A_RUN}
+    _refuse_others(f"{folder} holds a run with", kept, about, "time with the run's options")
 
 
-def _check_rows(path: Path, about: Mapping[str, Any]) -> None:
-    for row in read_rows(path) if path.exists() else []:
-        for name, value in about.items():
-            if row.get(name, str(value)) != str(value):
-                raise InputError(
-                    f"{path} has rows of another {name.replace('_', ' ')} ({row[name]}, now {value}); name another "
-                    "--out, or delete the file"
-                )
+_OF_A_RUN: Final = ("model", "task", "format", "temperature", "top_p")
+
+
+def _refuse_others(what: str, kept: Mapping[str, Any], about: Mapping[str, Any], remedy: str) -> None:
+    for name, before in kept.items():
+        if name in about and str(before) != str(about[name]):
+            words = f"another {name.replace('_', ' ')} ({before}, now {about[name]})"
+            raise InputError(f"{what} {words}; name another --out, or {remedy}")

@@ -18,26 +18,9 @@ from ...evals.records import Task
 from ...evals.sandbox import BACKENDS, Limits, Sandbox, SandboxError, choose
 from ...evals.tasks import SPLITS, TASK_NAMES, TaskSet, load_tasks
 from ...model_names import SHAPE, check_model
+from .. import options
 from ..console import note
-from ..options import (
-    TEMPERATURE,
-    TOP_P,
-    TOP_P_HELP,
-    Device,
-    Mode,
-    Sampler,
-    Seed,
-    Stock,
-    check_choice,
-    check_count,
-    check_device,
-    check_enable_options,
-    check_sampling,
-    option,
-    parse_counts,
-    refuse_with_stock,
-    split_values,
-)
+from ..options import option
 
 # In the provenance of a run: the options that select its tasks, a hash of the tasks, and how they become prompts.
 TASKS: Final = "tasks"
@@ -93,7 +76,7 @@ class TaskOptions:
 
     def load(self, *, silent: bool = False) -> TaskSet:
         """Load these tasks; a note says where they are not the published ones, unless `silent`."""
-        ids = None if self.task_ids is None else [part for part in split_values(self.task_ids) if part]
+        ids = None if self.task_ids is None else [part for part in options.split_values(self.task_ids) if part]
         found = load_tasks(self.task, data=self.data, split=self.split, limit=self.limit, task_ids=ids)
         if found.note and not silent and os.environ.get("RANK", "0") == "0":  # of one process of a launch
             note(found.note)
@@ -122,11 +105,11 @@ class ModelOptions:
         help="float32, bfloat16, float16, or `auto`: float32 for the embedded model, the checkpoint's for "
         "others, for a shape bfloat16 on a GPU.",
     )
-    device: Device = "auto"
+    device: options.Device = "auto"
 
     def check(self) -> None:
         parse_dtype(self.dtype)
-        check_device(self.device)
+        options.check_device(self.device)
         check_model(self.model)
 
 
@@ -181,20 +164,20 @@ class DrawOptions:
         help="Numbers of samples, commas between: each task gets the largest, from which results for all n up to "
         "it follow exactly; each is timed.",
     )
-    temperature: float = option(TEMPERATURE, help="Divides the logits; 0 is greedy, for --n 1.")
-    top_p: float = option(TOP_P, help=f"{TOP_P_HELP} top_k is off.")
+    temperature: float = option(options.TEMPERATURE, help="Divides the logits; 0 is greedy, for --n 1.")
+    top_p: float = option(options.TOP_P, help=f"{options.TOP_P_HELP} top_k is off.")
     max_new_tokens: int | None = option(
         None,
         help="Most tokens in one completion, its thoughts among them.",
         show_default=f"{NEW_TOKENS}, or {NEW_TOKENS_OF_THINKERS:,} with --chat of a model that thinks",
     )
-    seed: Seed = 0
+    seed: options.Seed = 0
 
     def check(self) -> list[int]:
-        counts = parse_counts("n", self.n)
+        counts = options.parse_counts("n", self.n)
         if self.max_new_tokens is not None:
-            check_count("max-new-tokens", self.max_new_tokens)
-        check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
+            options.check_count("max-new-tokens", self.max_new_tokens)
+        options.check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
         if self.temperature == 0 and counts != [1]:
             raise InputError(
                 f"greedy samples of a task are all equal, got --n up to {counts[-1]}; pass --n 1 or sample"
@@ -204,9 +187,9 @@ class DrawOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingOptions:
-    mode: Mode = "auto"
-    sampler: Sampler = "auto"
-    stock: Stock = False
+    mode: options.Mode = "auto"
+    sampler: options.Sampler = "auto"
+    stock: options.Stock = False
     processed: bool = option(
         False, "--processed", help="Keep log-probabilities after temperature and top-p too, in `sum_processed_logp`."
     )
@@ -218,9 +201,9 @@ class DecodingOptions:
     )
 
     def check(self) -> None:
-        check_enable_options(mode=self.mode, sampler=self.sampler)
+        options.check_enable_options(mode=self.mode, sampler=self.sampler)
         if self.stock:
-            refuse_with_stock(mode=self.mode, sampler=self.sampler)
+            options.refuse_with_stock(mode=self.mode, sampler=self.sampler)
         if self.processed and self.sampler == "fast":
             raise InputError("--processed reads transformers' sampler; leave out --sampler fast")
 
@@ -288,7 +271,7 @@ class ReportOptions:
     deduplicate: str = option("text", help="What makes samples duplicates: text or ast.")
 
     def check(self) -> Literal["text", "ast"]:
-        check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
+        options.check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
         return cast(Literal["text", "ast"], self.deduplicate)
 
 

@@ -200,10 +200,7 @@ def rescore(
 
 
 def stored_samples(path: Path, options: TaskOptions) -> tuple[TaskSet, list[Sample]]:
-    """Tasks and samples of a run's folder, which knows its tasks, or of a file.
-
-    The options say which tasks a file is about, without a split all of them; samples of others are left out.
-    """
+    """Tasks and samples of a run's folder, which knows its tasks, or of a file, of which the options say them."""
     return _of_run(path, options) if path.is_dir() else _of_file(path, options)
 
 

@@ -109,6 +109,11 @@ def count_sharing(
     limit = max_positions(config)
     rows = []
     for context in contexts or _default_contexts(limit, new_tokens):
+        longest, note = context + new_tokens, None
+        if limit is not None and longest > limit:
+            note = (
+                f"{longest} tokens are more than max_position_embeddings, {limit}: longer than the model was made for"
+            )
         for count in samples:
             halfway = new_tokens // 2
             elements = None if alike is None else memory_io(alike.kv_heads, alike.head_dim, count, context, halfway)
@@ -122,7 +127,7 @@ def count_sharing(
                     stock_reason=reason
                     if can_share is False
                     else _stock_reason(config, sizes, context, new_tokens, count),
-                    note=_note(limit, context + new_tokens),
+                    note=note,
                 )
             )
     return Sharing(
@@ -140,10 +145,7 @@ def count_sharing(
 
 
 def _can_share(model: PreTrainedModel | str) -> tuple[bool | None, str]:
-    """Whether the model can share, and why not.
-
-    Runs a forward pass on the meta device, for the checks that `generate` makes in its first one.
-    """
+    """Whether the model can share, and why not, by a forward pass on the meta device."""
     if isinstance(model, str):
         return None, model
     with enabled(model):
@@ -175,12 +177,6 @@ def _stock_reason(config: Any, sizes: KVSizes, context: int, new_tokens: int, sa
     if (saved := context * (samples - 1)) < least:
         return f"sharing would save {saved} tokens, fewer than {least}"
     return None
-
-
-def _note(limit: int | None, longest: int) -> str | None:
-    if limit is None or longest <= limit:
-        return None
-    return f"{longest} tokens are more than max_position_embeddings, {limit}: longer than the model was made for"
 
 
 _UNLIMITED: Final = 512  # tokens, where a config sets no bound
@@ -262,7 +258,10 @@ def inspect_model(
     """
     element, slim = _dtype(config, dtype), is_slim(config)
     ordinary = ordinary_config(config) if slim else config
-    model = _build(ordinary)
+    try:
+        model: PreTrainedModel | str = empty_model(ordinary)
+    except Exception as error:  # whatever the model's code raises
+        model = f"the model could not be built from its config: {one_line(error)}"
     matrices = None if isinstance(model, str) else decoder_matrices(model)
     sharing = None
     caches = []
@@ -283,13 +282,6 @@ def inspect_model(
     layers = layer_caches(config, element) if slim else None
     refused = None if slim else refusal(config)
     return ModelReport(name, config.model_type, dtype_name(element), sharing, refused, caches, layers)
-
-
-def _build(config: Any) -> PreTrainedModel | str:
-    try:
-        return empty_model(config)
-    except Exception as error:  # whatever the model's code raises
-        return f"the model could not be built from its config: {one_line(error)}"
 
 
 def _dtype(config: Any, name: str) -> torch.dtype:
@@ -362,12 +354,9 @@ def _layers(report: ModelReport, layers: Sequence[LayerCache]) -> Table:
             indices = [index for index, _ in run]
             name = f"{indices[0]} to {indices[-1]}" if len(indices) > 1 else str(indices[0])
             size = f"{same.bytes_per_token:,}"
-            table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), _cached_in(same), size)
+            dtype = "-" if same.layer.plan == "e" else short_dtype(dtype_name(same.dtype))
+            table.add_row(f"{kind} {name}".lstrip(), cache_name(same.layer.to_dict()), dtype, size)
     return table
-
-
-def _cached_in(cache: LayerCache) -> str:
-    return "-" if cache.layer.plan == "e" else short_dtype(dtype_name(cache.dtype))
 
 
 def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -> Table:

@@ -252,14 +252,11 @@ class Container(Backend):
         return Launch(
             command,
             environment=dict(os.environ),  # of the client, which finds daemon and storage by it
-            holder=lambda: _first_process_of(container),
+            # The first process, which is not a descendant of the client.
+            holder=lambda: next((pid for pid, of in processes_with(container).items() if of[0] == b"/bin/sh"), None),
             kills_for_memory=True,
             stop=lambda: _call(self.name, "kill", container),
         )
-
-
-def _first_process_of(container: str) -> int | None:  # which is not a descendant of the client
-    return next((pid for pid, words in processes_with(container).items() if words[0] == b"/bin/sh"), None)
 
 
 @cache

@@ -89,10 +89,7 @@ def _received(control: Any) -> Any:
 
 
 def _became_program(request: Any, descriptors: list[int], loopback: int) -> bool:
-    """Make a sandbox for a new process: True in that process, and no return in the others.
-
-    `loopback` are the flags of `lo` in the server's network namespace.
-    """
+    """Make a sandbox, where `lo` has the flags `loopback`: True in the new process, and no return in the others."""
     *streams, reports = descriptors
     report = _socket.socket(fileno=reports)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import shutil
 import sys
 import sysconfig
@@ -47,11 +48,6 @@ class Limits:
     output_bytes: int = 16 << 20  # to standard output and standard error, each
     scratch_bytes: int = 64 << 20  # of its writable folder, a tmpfs
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}; leave it out for the default")
-
     def prlimit(self, *, processes: bool = True) -> list[str]:
         """Return the start of a command line that sets these limits; empty where `prlimit` is missing."""
         program = shutil.which("prlimit")
@@ -61,10 +57,7 @@ class Limits:
         return [program, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items())]
 
     def resources(self, *, processes: bool = True) -> dict[str, tuple[int, int]]:
-        """Return soft and hard limits of each process by the kernel's names, unless lower ones are in force here.
-
-        With `processes`, their number is limited too.
-        """
+        """Soft and hard limits of each process by the kernel's names, unless lower ones are in force here."""
         seconds = math.ceil(self.cpu_seconds)
         values = {
             "cpu": (seconds + 1, seconds + 2),  # after the host's accounting, which says why
@@ -96,8 +89,6 @@ class Limits:
 
 def _lowers(name: str, value: int) -> bool:
     """Whether a limit is below the one in force, which only root may raise."""
-    import resource  # absent on Windows, where `prlimit` is as well
-
     hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     return hard == resource.RLIM_INFINITY or value <= hard
 
@@ -141,8 +132,7 @@ def starved_seconds(pid: int) -> float:
 def memory_is_exhausted() -> bool:
     """Whether the machine has next to no memory left.
 
-    Limits of processes do not count files without a name (`memfd_create`), unmapped shared memory, and the file
-    system's tables.
+    Limits of processes do not count unmapped shared memory, files without a name, and the file system's tables.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -208,14 +198,11 @@ class View:
 def view_of(readable: tuple[Path, ...]) -> View:
     """Show the system's programs and libraries, and further absolute paths; symbolic links are followed.
 
-    Python packages of the system are hidden: they may hold the tests that a program is judged by. A ValueError where a
-    path is relative or does not exist, or is a folder that would show the whole machine.
+    Python packages of the system are hidden: they may hold the tests that a program is judged by. A ValueError for a
+    folder that would show the whole machine.
     """
-    for path in readable:
-        if not path.is_absolute() or not path.exists():
-            raise ValueError(f"readable paths must be absolute and exist, got {path}; use path.resolve()")
-        if path in (Path("/"), Path("/proc"), Path("/home"), Path.home()):
-            raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
+    if whole := {Path("/"), Path("/proc"), Path("/home"), Path.home()} & {*readable}:
+        raise ValueError(f"{whole.pop()} would show more than a program needs; name the folders that it reads instead")
     present = [Path(name) for name in (*_SYSTEM, *_SYSTEM_FILES) if os.path.lexists(name)]
     folders = [path for path in present if not path.is_symlink()]
     links = [(path, os.readlink(path)) for path in present if path.is_symlink()]

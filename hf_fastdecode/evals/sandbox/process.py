@@ -73,10 +73,7 @@ class Holder(ABC):
 
     @abstractmethod
     def kill(self) -> Ended | None:
-        """Kill all its processes and wait until they are gone; nothing happens where that was done.
-
-        Returns its end, None if nobody knows.
-        """
+        """Kill all its processes, if there are any, and wait until they are gone; its end, None if nobody knows."""
 
     def close(self) -> None:
         for pipe in (self.stdin, self.stdout, self.stderr):
@@ -268,10 +265,7 @@ class SandboxedProcess:
         return data
 
     def wait(self) -> int:
-        """Wait until it ends by itself, and reap it: its exit code, or 128 + the number of a signal.
-
-        Its standard input is closed and its output dropped.
-        """
+        """Wait until it ends by itself, without input and output: its exit code, or 128 + the number of a signal."""
         self.close_input()
         while self.receive():
             pass
@@ -358,10 +352,7 @@ class ForkedPython:
 
 
 class ForkServer:
-    """An interpreter in a sandbox that forks sandboxed processes, one at a time; used in the thread that made it.
-
-    A SandboxError if it cannot be set up, as under a back end without namespaces.
-    """
+    """An interpreter in a sandbox that forks sandboxed processes, one at a time; used in the thread that made it."""
 
     def __init__(self, backend: Backend, python: ForkedPython, *arguments: str):
         command, readable = python_command()

@@ -170,7 +170,7 @@ def usable_cpus() -> int:
 _PROGRAMS_AT_ONCE: Final = 128
 """Programs per worker between two writes."""
 
-_PROTOCOL: Final = 4
+_PROTOCOL: Final = 5
 """Raised with each change of what verdicts mean or hold, so that those of older files are formed again."""
 
 

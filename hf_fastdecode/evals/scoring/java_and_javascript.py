@@ -1,7 +1,6 @@
-"""Checking Java programs, which one process compiles and tests, and JavaScript programs by node.
+"""Checking Java programs, which one process compiles and tests, and JavaScript programs by node, each in a sandbox.
 
-Each program runs in a separate sandbox. `lodash.isequal` is lodash's `_.isEqual` as published on npm, with which
-MBXP's tests compare values.
+`lodash.isequal` is lodash's `_.isEqual` as published on npm, with which MBXP's tests compare values.
 """
 
 from __future__ import annotations

@@ -238,8 +238,8 @@ class Runner(ABC):
     def _attributed(self, result: Result) -> Result:
         """Return the result if only the program can be the cause, else raise it in a BrokenServerError.
 
-        A limit that a new server reaches by its resource use is the program's: only its values or its source
-        were there. Otherwise the machine may be the cause, or an earlier program.
+        A new server has nothing but the program's values or its source; otherwise the machine or an earlier program
+        may be the cause.
         """
         certain = self._server_is_new and not result.load and result.status != "fail"
         self.close()

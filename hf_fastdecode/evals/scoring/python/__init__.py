@@ -43,8 +43,7 @@ _IMPORTS: Final = (
 class PythonRunner(Runner):
     """Checks Python programs, each in two new sandboxes: tests leave traces in their process, such as modules.
 
-    Where the sandbox can fork, both are forked from interpreters that the runner keeps, one for programs and one for
-    tests.
+    Where the sandbox can fork, both are forked from interpreters that the runner keeps.
     """
 
     _keeps_server: ClassVar[bool] = False
@@ -104,10 +103,7 @@ def _start(role: Role) -> str:
 
 @cache
 def _program(role: Role) -> str:
-    """A role's modules and its start as one program, since the sandbox shows no folder of this package.
-
-    Compressed: an argument has at most 128 KiB.
-    """
+    """A role's modules and start as one program, compressed: an argument has at most 128 KiB."""
     data = binascii.b2a_base64(zlib.compress(marshal.dumps(_compiled(role))), newline=False)
     return f"""
 import binascii, marshal, os, sys, zlib
@@ -215,15 +211,12 @@ def _import_outside(trees: list[ast.Module]) -> str:
         for name in named:
             if name.partition(".")[0] not in sys.stdlib_module_names:
                 return name
-        spared = node.body if isinstance(node, ast.Try) and _catches_import_errors(node) else []
+        caught = [one.type for one in node.handlers] if isinstance(node, ast.Try) else []
+        caught += [one for kind in caught if isinstance(kind, ast.Tuple) for one in kind.elts]
+        catches = any(one is None or (isinstance(one, ast.Name) and one.id in _CATCHES_IMPORTS) for one in caught)
+        spared = node.body if isinstance(node, ast.Try) and catches else []
         waiting += [child for child in reversed(list(ast.iter_child_nodes(node))) if child not in spared]
     return ""
-
-
-def _catches_import_errors(node: ast.Try) -> bool:
-    caught = [one.type for one in node.handlers]
-    caught += [one for kind in caught if isinstance(kind, ast.Tuple) for one in kind.elts]
-    return any(one is None or (isinstance(one, ast.Name) and one.id in _CATCHES_IMPORTS) for one in caught)
 
 
 _FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -289,13 +282,14 @@ def _is_decorated(node: ast.AST) -> bool:
 
 
 def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], used: set[str]) -> str:
-    """Return the first unused definition that looks like a test; empty if there is none.
+    """The first unused definition that looks like a test, else empty.
 
     Beside other statements that is one with a test's name, since helpers may be unused; otherwise any.
     """
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    if _finds_definitions(nodes):
-        return ""
+    for node in nodes:
+        if _named(node) in (_FINDS_BY_NAME if isinstance(node, ast.Name) else _FINDS_IN_MODULE):
+            return ""  # code may find functions and classes without naming them, as `unittest.main` does
     uses = _uses(nodes)
     for source in sources:
         only_defines = not _can_fail(source)
@@ -310,13 +304,6 @@ def _unused(sources: Sequence[Sequence[ast.AST]], trees: Sequence[ast.Module], u
 
 def _uses(nodes: Iterable[ast.AST]) -> Counter[str]:
     return Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
-
-
-def _finds_definitions(nodes: Iterable[ast.AST]) -> bool:
-    """Whether code may find functions and classes without naming them, as `unittest.main` does."""
-    return any(
-        node.id in _FINDS_BY_NAME if isinstance(node, ast.Name) else _named(node) in _FINDS_IN_MODULE for node in nodes
-    )
 
 
 def _named(node: ast.AST) -> str:
@@ -344,7 +331,10 @@ def doubt(nodes: Iterable[ast.AST]) -> str:
         named = _named(node)
         if named in _OUT_OF_REACH or (isinstance(node, ast.Name) and named in ("id", "open")):
             return f"the tests use {named}, which reaches only the tests' process"
-        if named in ("assertIs", "assertIsNot") or (isinstance(node, ast.Compare) and _compares_identity(node)):
+        identities = isinstance(node, ast.Compare) and any(isinstance(one, ast.Is | ast.IsNot) for one in node.ops)
+        if named in ("assertIs", "assertIsNot") or (
+            identities and not any(isinstance(one, ast.Constant) for one in ast.iter_child_nodes(node))
+        ):
             return "the tests ask whether two are one object, and may hold copies of it"
     return ""
 
@@ -360,11 +350,6 @@ def doubt_of_objects(nodes: Iterable[ast.AST]) -> str:
         if isinstance(changed, ast.Attribute | ast.Subscript | ast.Call):
             return f"the tests change {ast.unparse(changed)}, of which they may hold a copy"
     return ""
-
-
-def _compares_identity(node: ast.Compare) -> bool:
-    identities = any(isinstance(one, ast.Is | ast.IsNot) for one in node.ops)
-    return identities and not any(isinstance(one, ast.Constant) for one in (node.left, *node.comparators))
 
 
 PYTHON: Final = LanguageSupport(

@@ -81,8 +81,9 @@ def _prepare(job: dict[str, Any], link: Link) -> Any:
         _run(job["stem"], "stem", scope)
     except Exception:
         scope.clear()  # a stem need not run by itself
-    for name in [name for name, value in scope.items() if name == job["entry_point"] or _of_stem(value)]:
-        del scope[name]  # the program has another one
+    for name, value in list(scope.items()):
+        if name == job["entry_point"] or (value if isinstance(value, type) else type(value)).__module__ == "__main__":
+            del scope[name]  # the program has another one
     wanted = [name for name in job["names"] if name not in scope]
     watched = [name for name in job["watched"] if name in wanted and name not in job["modules"]]
     given: dict[str, Any] = {}
@@ -120,10 +121,6 @@ def _run_setup(source: str, scope: dict[str, Any], link: Link) -> None:
         raise
 
 
-def _of_stem(value: Any) -> bool:
-    return (value if isinstance(value, type) else type(value)).__module__ == "__main__"
-
-
 def _run(source: str, name: str, scope: dict[str, Any]) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), scope)
 
@@ -137,10 +134,7 @@ def _run_test(source: str, name: str, scope: dict[str, Any]) -> None:
 
 
 def _unittest_passed(error: SystemExit) -> bool:
-    """Whether `unittest.main` exits after tests that passed, at least one of which ran.
-
-    An exit of the program never counts: it arrives by `remote`, with a text as its code.
-    """
+    """Whether `unittest.main` exits after tests that passed; the code of an exit of the program is a text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

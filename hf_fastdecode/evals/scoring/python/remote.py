@@ -41,63 +41,27 @@ def canonical(value: Any) -> str:
     of its class, so only names of classes in the standard library's modules count.
     """
     kind = type(value)
-    if isinstance(value, tuple):
-        return _in_order("tuple")(value)
-    if (way := _CANONICAL.get(kind.__name__)) and kind.__module__ in _MODULES:
-        return way(value)
-    if name := value_type(kind):
-        return _in_order(name)(VALUE_TYPES[name][1](value))
+    name = kind.__name__ if kind.__module__ in ("builtins", "collections") else ""
+    if name in ("int", "bool", "float"):
+        return hex(int(value)) if kind is not float or value.is_integer() else repr(value)
+    if name == "str":  # without addresses, as in ``<generator object f at 0x7f01>``, which differ between runs
+        first, *parts = value.split(" at 0x")
+        return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in parts)]))
+    if name in ("NoneType", "complex"):
+        return repr(value)
+    if name in ("bytes", "bytearray"):
+        return repr(bytes(value))
+    if name in ("set", "frozenset", "dict_keys", "dict_items"):
+        return f"set({','.join(sorted(map(canonical, value)))})"
+    if name in ("dict", "OrderedDict", "defaultdict", "Counter"):
+        return f"dict({','.join(sorted(map(canonical, value.items())))})"
+    if isinstance(value, tuple) or name in ("list", "deque", "dict_values"):  # named tuples too
+        return f"{'tuple' if isinstance(value, tuple) else name}({','.join(map(canonical, value))})"
+    if name == "range":
+        return f"range{canonical([value.start, value.stop, value.step])}"
+    if of_library := value_type(kind):
+        return f"{of_library}{canonical(VALUE_TYPES[of_library][1](value))}"
     return f"builtin {builtin_name(value)}" if builtin_name(value) else "object"
-
-
-def _real(value: Any) -> str:
-    """Write a number as its hash and the nearest float, which equal numbers of any class share."""
-    try:
-        nearest = float(value) + 0.0  # -0.0 equals 0.0
-    except OverflowError:
-        nearest = float("inf" if value > 0 else "-inf")
-    except ValueError:  # a signalling NaN of `decimal`
-        nearest = float("nan")
-    return f"{nearest} {hash(value)}" if nearest == nearest else "nan"
-
-
-def _text(value: str) -> str:
-    """Remove addresses, as in ``<generator object f at 0x7f01>``, because they differ between runs."""
-    first, *parts = value.split(" at 0x")
-    return repr(" at 0x".join([first, *(part.lstrip("0123456789abcdef") for part in parts)]))
-
-
-def _range(value: range) -> str:
-    """Write first and last element and step: elements may be too many to be listed."""
-    steps = (value.step,) if value and value[0] != value[-1] else ()
-    return f"range({','.join(map(_real, (*value[:1], *value[-1:], *steps)))})"
-
-
-def _in_order(name: str) -> Callable[[Any], str]:
-    return lambda value: f"{name}({','.join(map(canonical, value))})"
-
-
-def _pairs(value: dict[Any, Any]) -> str:
-    return f"dict({','.join(sorted(f'{canonical(key)}:{canonical(one)}' for key, one in value.items()))})"
-
-
-_MODULES = ("builtins", "collections", "decimal", "fractions")
-_CANONICAL: dict[str, Callable[[Any], str]] = {
-    "NoneType": repr,
-    **dict.fromkeys(("int", "bool", "float", "Decimal", "Fraction"), _real),
-    "complex": lambda value: f"complex({_real(value.real)},{_real(value.imag)})" if value.imag else _real(value.real),
-    "str": _text,
-    **dict.fromkeys(("bytes", "bytearray"), lambda value: repr(bytes(value))),
-    "range": _range,
-    **{name: _in_order(name) for name in ("list", "tuple", "deque", "dict_values")},
-    **dict.fromkeys(
-        ("set", "frozenset", "dict_keys", "dict_items"),
-        lambda value: f"set({','.join(sorted(map(canonical, value)))})",
-    ),
-    **dict.fromkeys(("dict", "OrderedDict", "defaultdict"), _pairs),
-    # Equal counters may differ in elements that are counted as 0.
-    "Counter": lambda value: _pairs({key: one for key, one in value.items() if canonical(one) != canonical(0)}),
-}
 
 
 class Untrusted(BaseException):
