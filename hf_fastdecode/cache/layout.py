@@ -16,12 +16,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from .._compat import is_fsdp2, local_part
 from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
-from .layers.attention import REMEDY, SharedContextLayer, other_heads
+from .layers.attention import REMEDY, PlainLayer, SharedContextLayer, other_heads
 from .layers.latent import ExpandsLatents, LatentStorage
 from .layers.own import AttendsByItself, OwnStorage
 from .layers.state import StateAndAttentionLayer, StateLayer
@@ -314,20 +313,13 @@ def part_here(projection: Any, *, whole: bool) -> tuple[int, int]:
     return local.shape[0], weight.shape[0]
 
 
-class EmptyLayer(CacheLayerMixin):
+class EmptyLayer(PlainLayer):
     """Takes the place of a layer that stores nothing, so that the others keep their indices."""
-
-    is_sliding = False
-    is_croppable = True
-    appended = 0
 
     def __init__(self, state: SharedState):
         super().__init__()
         self.state = state
         self.ran: dict[str, str] = {}
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: there is nothing to allocate."""
 
     def captured(self, state: SharedState, buffers: Iterator[Any]) -> EmptyLayer:
         """The layer in the view of a captured pass."""
@@ -340,15 +332,6 @@ class EmptyLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse tokens, as `SharedContextCache.update` does before with a better message."""
         raise TypeError("this cache layer stores nothing")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.padded_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.state.padded_length
-
-    def get_max_length(self) -> int:
-        return -1
 
     def reset(self) -> None:
         """No-op: there are no tokens."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -264,6 +266,32 @@ class TokenStorage:
         """Replace all suffixes, by none if None."""
         self.suffix = suffix
         self.version = object()
+
+
+class StorageOfLayer(TokenStorage):
+    """A storage whose tokens the model's layer turns into keys and values: that of the latest pass, not kept alive."""
+
+    def __init__(self, layer: ref[Any] | None):
+        super().__init__()
+        self.layer = layer
+
+    def known_layer(self, stored: str) -> Any:
+        """The layer; raises ValueError, which names what is stored, where the model is gone from this process."""
+        layer = None if self.layer is None else self.layer()
+        if layer is None:
+            raise ValueError(
+                f"this cache stores {stored}, and the model whose layers make them is gone; keep the model, or "
+                "prefill the whole text again"
+            )
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOfLayer:
+        twin = memo[id(self)] = copy.copy(self)
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
+        return twin
 
 
 def _bytes_per_token(parts: Segment | None) -> int:

@@ -57,7 +57,28 @@ class _NoTensor:
         """Ignore the None that transformers' mixin assigns."""
 
 
-class SharedContextLayer(StoredLayer, CacheLayerMixin):
+class PlainLayer(CacheLayerMixin):
+    """A layer as masks and `generate` see it: without a window or a bound, as long as all rows of its cache."""
+
+    is_sliding = False
+    is_croppable = True
+    appended = 0
+    state: SharedState
+
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        """No-op: there is nothing to allocate."""
+
+    def get_seq_length(self) -> int:
+        return self.state.padded_length + self.appended
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SharedContextLayer(StoredLayer, PlainLayer):
     """Cache layer that stores keys and values in nodes and suffixes.
 
     During prefill ``update`` writes tokens to nodes, or what one row alone has to its suffix; otherwise it appends
@@ -70,15 +91,12 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         appended: Tokens that the current forward pass has appended to each row's suffix.
     """
 
-    is_sliding = False
-    is_croppable = True
     keys = _NoTensor()
     values = _NoTensor()
 
     def __init__(self, state: SharedState, index: int, store: Store, storage: TokenStorage | None = None):
         CacheLayerMixin.__init__(self)
         StoredLayer.__init__(self, state, index, store, TokenStorage() if storage is None else storage)
-        self.appended = 0
 
     def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
         self.dtype, self.device = keys.dtype, keys.device
@@ -201,15 +219,6 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
     def batch_size(self) -> int:
         return self.state.forest.rows if self.state.forest is not None else -1
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.state.padded_length + self.appended
-
-    def get_max_length(self) -> int:
-        return -1
-
     def reset(self) -> None:
         StoredLayer.__init__(self, self.state, self.index, self.store, self.storage.empty())
         self.is_initialized = False
@@ -236,29 +245,10 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
     prefetch = offload
 
 
-class LayerOfACapture(CacheLayerMixin):
-    """A layer whose storage and lengths are known to the capture alone.
-
-    Positions are passed as tensors: lengths read here would be constants in the graph.
-    """
-
-    is_sliding = False
-
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        """No-op: who captures allocates the storage."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class CapturedLayer(StoredLayer, LayerOfACapture):
+class CapturedLayer(StoredLayer, PlainLayer):
     """A layer of a captured pass, `state.current`, which reads and writes what the pass says.
+
+    Its length is always 0: positions are passed as tensors, and lengths would be constants in the graph.
 
     Attributes:
         in_place: The batch's suffixes, where these are captured in place; else None.

@@ -24,7 +24,6 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.forest import Begin, Forest, Span, begin_of
 from ...attention.kv import CrossKV, Scoring, Segment
@@ -32,6 +31,7 @@ from ...attention.overrides import cast
 from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
+from .attention import PlainLayer
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
@@ -310,16 +310,11 @@ class _CrossCache(Cache):
         super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
 
 
-class _CrossLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _CrossLayer(PlainLayer):
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
         self._inputs, self._attend, self._index = inputs, attend, index
         self.keys = self.values = InputKV(inputs, attend, index)
-
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        """No-op: there is nothing to allocate."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
         """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
@@ -331,9 +326,6 @@ class _CrossLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class InputKV(CrossKV):

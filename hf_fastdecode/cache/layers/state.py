@@ -127,6 +127,21 @@ class LayerOfOwnStates(LinearAttentionLayer):
                 self.update_recurrent_state(one, number)
         self.dtype, self.device = states[0].dtype, states[0].device
 
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
+
+    def hold(self, states: States) -> None:
+        """Have these as the rows' states, of whichever number of rows."""
+        self.place(states)
+        for number, one in states.conv.items():
+            self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
+            self.conv_kernel_size[number] = one.shape[-1]
+            self.dtype, self.device = one.dtype, one.device
+        for number in states.recurrent:
+            self.is_recurrent_states_initialized[number] = True
+
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Result of `run` for the rows of a pass, none of which is packed; see `StateLayer.by_segments`."""
         return run(*args, **kwargs)
@@ -177,17 +192,7 @@ class StateLayer(LayerOfOwnStates):
         self.drop_rows()
         if all(end is None for end in ends):
             return
-        self._hold(self._copies(ends))
-
-    def _hold(self, states: States) -> None:
-        """Have these as the rows' states, of whichever number of rows."""
-        self.place(states)
-        for number, one in states.conv.items():
-            self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
-            self.conv_kernel_size[number] = one.shape[-1]
-            self.dtype, self.device = one.dtype, one.device
-        for number in states.recurrent:
-            self.is_recurrent_states_initialized[number] = True
+        self.hold(self._copies(ends))
 
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Result of `run`, a module's `forward`, for a row; of a packed one, for each segment by itself, joined.
@@ -209,7 +214,7 @@ class StateLayer(LayerOfOwnStates):
             outputs.append(run(*tree_map(cut, args), **tree_map(cut, kwargs)))
             if (states := self.states) is not None:
                 after.append(states)
-        self._hold(States.joined(after))
+        self.hold(States.joined(after))
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def at_once(self, run: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +244,7 @@ class StateLayer(LayerOfOwnStates):
         if ends:
             self.drop_rows()
         if first := next(filter(None, ends), None):
-            self._hold(self._copies(ends, self._copies([first]).each(torch.zeros_like)))
+            self.hold(self._copies(ends, self._copies([first]).each(torch.zeros_like)))
 
     def _copies(self, ends: Sequence[End | None], empty: States | None = None) -> States:
         """The states at these ends, copied; `empty` at those of empty paths."""
@@ -306,11 +311,6 @@ class StateLayer(LayerOfOwnStates):
                 one.copy_(new)
             return
         self.place(chosen)
-
-    def place(self, states: States) -> None:
-        """Have the rows' states in these tensors, which hold the same numbers."""
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
 
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         """Keep, at each of the new ends, what was at the old one, and nothing else."""
@@ -386,14 +386,7 @@ class CapturedStateLayer(LayerOfOwnStates):
     def __init__(self, states: States):
         numbers = 1 + max((*states.conv, *states.recurrent))
         LinearAttentionLayer.__init__(self, number_of_states=numbers)
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
-        for number, one in states.conv.items():
-            self.is_conv_states_initialized[number] = True
-            self.conv_kernel_size[number] = one.shape[-1]
-            self.dtype, self.device = one.dtype, one.device
-        for number in states.recurrent:
-            self.is_recurrent_states_initialized[number] = True
+        self.hold(states)
         self.has_previous_state = dict.fromkeys(range(numbers), True)
 
 
