@@ -37,11 +37,9 @@ class CapturedCache(Cache):
         buffers: Layers with what a captured step updates per row, in the order of the cache's layers that have it.
 
     Attributes:
-        inputs: In the place of the cache's, if it has any.
         next_slot: For decoders that count positions by it, the tokens before the step: ``[1]`` int64, on the device.
         new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
-        is_divided: Whether processes divide nodes and suffixes.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -77,10 +75,7 @@ class CapturedCache(Cache):
         return self.constants[name]
 
     def suffix(self, layer: int, dtype: torch.dtype) -> Segment:
-        """Suffixes that are captured in place, ``[rows, 1, capacity, width]`` each.
-
-        Raises ValueError if the cache holds another dtype.
-        """
+        """Suffixes captured in place, ``[rows, 1, capacity, width]`` each; ValueError if of another dtype."""
         suffix: Segment = self.layers[layer].in_place
         require_dtype(dtype, suffix)
         return suffix
@@ -245,7 +240,6 @@ class InputTables(ReadTables):
         return found
 
     def forest(self, cache: SharedContextCache) -> Forest:
-        """The forest in which rows attend to their inputs."""
         return Forest(0) if cache.inputs is None else cache.inputs.forest_of(cache.forest)
 
     def stored(self, cache: SharedContextCache) -> Mapping[int, StoredKV]:

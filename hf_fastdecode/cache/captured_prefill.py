@@ -34,11 +34,9 @@ _LEVELS = 8
 
 
 class ContextTables:
-    """Tables by which the tokens of a captured pass attend to their stored contexts: a token is a row of a forest.
+    """Tables by which the tokens of a captured pass, with padding, attend to their stored contexts.
 
-    Args:
-        tokens: Tokens of the pass, with padding.
-        forest: The contexts of the pass that is captured, see `context_forest`.
+    A token is a row of a forest, that of the pass that is captured (`context_forest`).
     """
 
     def __init__(self, tokens: int, cache: SharedContextCache, forest: Forest, device: torch.device):
@@ -116,16 +114,14 @@ def takes_captured_passes(
 class PaddedPass:
     """Buffers and attention of a captured prefill pass over a row of fixed length that ends in padding.
 
-    Args:
-        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
-        tables: Tables of the tokens' contexts, if any has one.
+    `runs` is the number of each token's run, ``[tokens]`` int64 on the device, None if there is one run; `tables` are
+    those of the tokens' contexts, if any has one.
 
     Attributes:
         likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
             the meta device.
         places: For each part, its buffer and its place there.
-        scorings: By layer, the score options of the latest pass.
-        by: By layer, whose operators computed its attention.
+        scorings, by: By layer, the score options of the latest pass, and whose operators computed its attention.
     """
 
     operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
@@ -159,10 +155,7 @@ class PaddedPass:
         return buffers
 
     def write(self, layer: int, parts: Segment) -> Segment:
-        """Write a layer's tokens ``[rows, heads, tokens, width]`` row by row; returns them as it attends to them.
-
-        In the first pass, note what they are like.
-        """
+        """Write a layer's tokens ``[rows, heads, tokens, width]``, or first note their shapes; returns them."""
         for number, part in enumerate(parts):
             tokens = part.transpose(0, 1).flatten(1, 2)
             if (place := self.places.get((layer, number))) is not None:
@@ -284,8 +277,7 @@ def _buffers(layout: ModelLayout, hidden: Tensor) -> dict[int, Segment]:
 class InputsOfAPass(CapturedInputs):
     """Writes the keys and values of a captured pass's inputs to buffers.
 
-    Args:
-        hidden: The encoder's output, ``[rows, tokens, width]``, of which the graph reads this tensor.
+    The graph reads the tensor `hidden`, the encoder's output, ``[rows, tokens, width]``.
     """
 
     layers = ()
@@ -299,7 +291,6 @@ class InputsOfAPass(CapturedInputs):
 
     @property
     def are_free(self) -> bool:
-        """Whether no cache reads the buffers."""
         return self._lease is None or self._lease() is None
 
     def lend(self, cache: SharedContextCache) -> None:
@@ -311,7 +302,6 @@ class InputsOfAPass(CapturedInputs):
 
     @property
     def view(self) -> CrossView:
-        """The cache as decoders take it."""
         cache = self._cache()
         assert cache is not None
         return CrossView(cache, self, self._attend)

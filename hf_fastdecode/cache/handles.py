@@ -90,7 +90,6 @@ class StoredLayer:
 
     @property
     def version(self) -> object:
-        """Another object whenever storage has moved."""
         return self.storage.version
 
     @property
@@ -100,10 +99,7 @@ class StoredLayer:
         return stored * store.stock_numbers // store.numbers if store.stock_numbers else stored
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
-        """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
-
-        By PyTorch's operators, in fp32.
-        """
+        """Attention ``[rows, heads, queries, head_dim]`` to the nodes here, at least one, in fp32."""
         nodes = self.storage.nodes_for_steps()
         return nodes_attention(query, self.step_forest, nodes, scale, backend=self.state.torch_backend)
 
@@ -112,7 +108,6 @@ class StoredLayer:
         return self.state.division.merge(part)
 
     def note(self, scoring: Scoring) -> None:
-        """Remember the score options of the current pass."""
         self.window, self.report_note = scoring.window, scoring.report_note
 
     def report(self, phase: str, did: str, why: str = "") -> None:
@@ -163,12 +158,7 @@ class EagerNodes:
 
 @dataclass(frozen=True)
 class ExpandedOfStep(ExpandedKV):
-    """The expanded nodes of a layer in a step.
-
-    Attributes:
-        tables: Those of a captured step, which finds the nodes by them; None in an eager one.
-        eager: The nodes of an eager step; None in a captured one.
-    """
+    """The expanded nodes of a layer: `tables` find them in a captured step, `eager` has them in an eager one."""
 
     index: int
     widths: Widths
@@ -217,7 +207,6 @@ class DecodeKV(SharedKV):
 
     @cached_property
     def values(self) -> Tensor:
-        """The new values, as `keys`."""
         return self.layer.storage.read_by_kernels(self.parts).values
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -247,10 +236,7 @@ class DecodeKV(SharedKV):
         return out.unflatten(0, (rows, queries))
 
     def append(self) -> ForestKV:
-        """Write the new tokens and return all keys and values for PyTorch's operators; reordered rows are copied.
-
-        Where processes divide them, those that this one stores.
-        """
+        """Write the new tokens; returns all that is stored here for PyTorch's operators, reordered rows copied."""
         storage, step = self.layer.storage, self.step
         assert step.before is not None
         assert step.stored is not None
@@ -343,9 +329,7 @@ class DecodeKV(SharedKV):
 class PrefillKV(SharedKV):
     """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds.
 
-    Args:
-        parts: Tokens that this process computes.
-        whole: All tokens of the pass; the same unless processes divide it.
+    `parts` are tokens that this process computes, `whole` all tokens of the pass: the same unless processes divide it.
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):

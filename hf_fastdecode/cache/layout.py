@@ -45,7 +45,6 @@ class ModelLayout:
     """The stores of each layer of a model.
 
     Attributes:
-        model_type: transformers' name of the architecture.
         layers: For each layer its stores: none, one, or several. Behind them, those of layers that run again over a
             cache of their own.
         types: For each layer its name in the config's ``layer_types``, given or derived.
@@ -97,10 +96,7 @@ class ModelLayout:
 
     @classmethod
     def of(cls, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> ModelLayout:
-        """The layout of a model, with heads as its layers have them on this device, and its own layers.
-
-        `modules` are the model's, where the caller has them already.
-        """
+        """The layout of a model, of these modules, with heads as its layers have them here, and its own layers."""
         found = cls.from_config(model.config)
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
@@ -132,7 +128,6 @@ class ModelLayout:
         return replace(found, layers=tuple(layers), own=own, expanding=expanding)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
-        """Each store with the index of its layer."""
         return ((index, store) for index, stores in enumerate(self.layers) for store in stores)
 
     @cached_property
@@ -322,11 +317,9 @@ class EmptyLayer(PlainLayer):
         self.ran: dict[str, str] = {}
 
     def captured(self, state: SharedState, buffers: Iterator[Any]) -> EmptyLayer:
-        """The layer in the view of a captured pass."""
         return self
 
     def for_nodes_of(self, state: SharedState) -> EmptyLayer:
-        """This layer for another cache."""
         return EmptyLayer(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -341,10 +334,7 @@ CacheLayer = SharedContextLayer | StateLayer | EmptyLayer
 
 
 def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer]) -> list[CacheLayer]:
-    """The layers of a cache for a model: new ones, or those held, which are then known to be the model's.
-
-    Raises ValueError if those held have tokens of a model with other layers.
-    """
+    """The layers of a cache for a model: new ones, or those held; ValueError if these have tokens of other layers."""
     if held and len(held) != len(layout.layers):
         raise ValueError(f"the cache holds {len(held)} layers, the model has {len(layout.layers)}; {REMEDY}")
     return [_layer_of(layout, state, index, held[index] if held else None) for index in range(len(layout.layers))]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -34,7 +34,6 @@ class PrefillItem:
 
     @property
     def position(self) -> int:
-        """Position of the first token in its row."""
         return sum(span.length for span in self.context)
 
 
@@ -146,13 +145,6 @@ def _positions_in(rows: Tensor, tokens: int) -> Tensor | None:
     return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)
 
 
-class MadeTables(NamedTuple):
-    """Kernel tables, and whether they were made while own nodes held most keys."""
-
-    tables: StepTables
-    dominate: bool
-
-
 @dataclass
 class SharedState:
     """State shared by all layers of one cache.
@@ -162,7 +154,8 @@ class SharedState:
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
         backend: One of `torch_operators.BACKENDS`.
-        tables: Kernel inputs other than keys and values, by device and heads of a layer.
+        tables: Kernel inputs other than keys and values, by device and heads of a layer, each with whether it was made
+            while own nodes held most keys.
         current: The pass in progress; one without items between passes.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
@@ -185,7 +178,7 @@ class SharedState:
     max_suffix: int | None = None
     backend: Backend = "auto"
     choices: Choices = field(default_factory=Choices)
-    tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
+    tables: dict[tuple[torch.device, HeadShape], tuple[StepTables, bool]] = field(default_factory=dict)
     current: Pass = field(default_factory=Pass)
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
@@ -250,9 +243,7 @@ class SharedState:
     def expand(self, layers: Sequence[Any], free_memory: Callable[[torch.device], int]) -> None:
         """Make the keys and values of nodes with latents for which that pays, as the steps of a call read them.
 
-        Args:
-            layers: All layers with keys and values of every token.
-            free_memory: Free bytes on a device.
+        `layers` are all that store keys and values of every token; `free_memory` gives the free bytes on a device.
         """
         latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
         alike = len(latents) == len(layers) and all(layer.store.window is None for layer in layers)
@@ -274,11 +265,10 @@ class SharedState:
         self, device: torch.device, shape: HeadShape, forest: Forest, make: Callable[[], StepTables], *, dominate: bool
     ) -> StepTables:
         """Tables of layers of this shape, made anew when they no longer suit the batch."""
-        known = self.tables.get((device, shape))
-        same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
-        if known is None or not same or not known.tables.fits(forest):
-            known = self.tables[device, shape] = MadeTables(make(), dominate)
-        return known.tables
+        tables, made_so = self.tables.get((device, shape), (None, None))
+        if tables is None or made_so != dominate or tables.rows != forest.rows or not tables.fits(forest):
+            self.tables[device, shape] = tables, _ = make(), dominate
+        return tables
 
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""

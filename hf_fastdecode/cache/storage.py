@@ -76,7 +76,6 @@ class TokenStorage:
         return self.segments, self.suffix if origins is None and self.suffix else self.ordered_suffix(origins)
 
     def empty(self) -> TokenStorage:
-        """An empty storage of the same layout."""
         return type(self)()
 
     def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
@@ -108,16 +107,13 @@ class TokenStorage:
 
     @property
     def suffix_bytes(self) -> int:
-        """Bytes allocated for suffixes."""
         return sum(part.nbytes for part in self.suffix or ())
 
     @property
     def capacity(self) -> int:
-        """Allocated tokens per suffix."""
         return 0 if self.suffix is None else self.suffix[0].shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of segments and suffixes."""
         stored = [*self.segments.values(), *([self.suffix] if self.suffix is not None else [])]
         return [part for parts in stored for part in parts]
 
@@ -155,9 +151,7 @@ class TokenStorage:
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
 
-        Args:
-            like: Example parts, each ending in ``[heads, tokens, width]``.
-            most: Upper bound for doubling, if known.
+        `like` are example parts, each ending in ``[heads, tokens, width]``; `most` is a bound for doubling, if known.
         """
         if self.suffix is not None and tokens <= self.capacity:
             return False
@@ -192,11 +186,7 @@ class TokenStorage:
         return self.keys_and_values(_map(nodes, lambda part: part[0]))
 
     def append(self, new: Segment, before: SuffixLengths, shard: Shard = WHOLE) -> None:
-        """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them.
-
-        Args:
-            shard: What this process stores of each suffix: other tokens are left out.
-        """
+        """Write tokens, each part ``[rows, heads, tokens, width]``, that the shard stores, after those `before`."""
         assert self.suffix is not None
         if shard is not WHOLE:
             self._append_stored(new, before, shard)
@@ -231,9 +221,7 @@ class TokenStorage:
     ) -> Segment:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
-        Args:
-            starts: The positions at which suffixes begin.
-            shard: What this process stores of each suffix; the segment is as much of the one with all tokens.
+        Suffixes begin at the positions `starts`; the segment is what the shard stores of the one with all tokens.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
@@ -258,12 +246,10 @@ class TokenStorage:
         self.replace_suffixes(selected)
 
     def replace_segments(self, segments: dict[int, Segment]) -> None:
-        """Replace all segments."""
         self.segments = segments
         self.version = object()
 
     def replace_suffixes(self, suffix: Segment | None) -> None:
-        """Replace all suffixes, by none if None."""
         self.suffix = suffix
         self.version = object()
 
@@ -299,15 +285,11 @@ def _bytes_per_token(parts: Segment | None) -> int:
 
 
 def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
-    """Apply a function to each part."""
     return Segment._make(map(change, parts))
 
 
 def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Allocate a tensor with the part's width and dtype.
-
-    Never an inference tensor, which could be written only in inference mode.
-    """
+    """A tensor with the part's width and dtype; never an inference tensor, which only inference mode may write."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return part.new_empty(*shape, part.shape[-1])
@@ -318,15 +300,8 @@ class SuffixOrigins:
     """Maps each token of each row's suffix to the storage row that holds its keys and values.
 
     New tokens go to the row's own storage row. When beam search reorders rows at every step, only this table is
-    permuted, once for all layers; keys and values stay in place.
-
-    Where suffixes are divided between processes, the table is of those tokens that this one stores. Lengths are those
-    of whole suffixes.
-
-    Args:
-        length: Tokens in each row, all in its own storage row.
-        device: Device of the first layer's keys and values.
-        shard: What this process stores of each suffix.
+    permuted, once for all layers; keys and values stay in place. Where suffixes are divided between processes, the
+    table is of those tokens that this one stores (`shard`). Lengths are those of whole suffixes.
     """
 
     def __init__(self, rows: int, length: int, device: torch.device, shard: Shard = WHOLE):
@@ -353,7 +328,6 @@ class SuffixOrigins:
         self._length = length
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens only."""
         self._length = min(self._length, self._shard.count(length))
 
     def select(self, rows: Tensor) -> None:
@@ -424,7 +398,6 @@ class SuffixIds:
         return SuffixIds((known.scatter_(1, at, ids),))
 
     def first(self, tokens: int) -> SuffixIds:
-        """The first `tokens` of every row."""
         if tokens >= self.length or not self._parts:
             return self
         return SuffixIds((self.known(len(self._parts[0]))[:, :tokens],))
@@ -507,13 +480,9 @@ class Suffixes:
             self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
 
     def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage], shard: Shard) -> None:
-        """Replace row ``i`` by row ``rows[i]``.
+        """Replace row ``i`` by row ``rows[i]``, for `rows` ``[rows]`` int64 on the CPU.
 
         If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
-
-        Args:
-            rows: ``[rows]`` int64, on the CPU.
-            shard: What this process stores of each suffix.
         """
         per_row = self.lengths.per_row
         if per_row is not None:

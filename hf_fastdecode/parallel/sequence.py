@@ -37,7 +37,6 @@ from .shards import (
     GatheredContexts,
     OwnTokens,
     ReadsContexts,
-    ReadsGathered,
     Shard,
     Undivided,
     gathered,
@@ -174,9 +173,7 @@ class SequenceParallel(Undivided):
         self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
     ) -> ReadsContexts:
         read_here = {name for run in runs.runs for name in run.context if isinstance(name, Span)}
-        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
-        gathered = GatheredContexts(contexts, read_here, gather)
-        return ReadsGathered(gathered, whole, in_any_order=len(contexts) <= 1)
+        return GatheredContexts(contexts, read_here, gather, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self

@@ -79,13 +79,10 @@ class PlainLayer(CacheLayerMixin):
 
 
 class SharedContextLayer(StoredLayer, PlainLayer):
-    """Cache layer that stores keys and values in nodes and suffixes.
+    """Cache layer that stores keys and values in nodes and suffixes, by default as they come.
 
     During prefill ``update`` writes tokens to nodes, or what one row alone has to its suffix; otherwise it appends
     them to each row's suffix. It returns a `SharedKV` in place of the key and value tensors.
-
-    Args:
-        storage: The layer's token storage; that of keys and values when None.
 
     Attributes:
         appended: Tokens that the current forward pass has appended to each row's suffix.
@@ -108,8 +105,7 @@ class SharedContextLayer(StoredLayer, PlainLayer):
         """Store new tokens.
 
         Args:
-            keys: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
-            values: The same shape.
+            keys, values: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
@@ -208,7 +204,6 @@ class SharedContextLayer(StoredLayer, PlainLayer):
         return self._grow(tokens, like)
 
     def _grow(self, tokens: int, like: Segment) -> bool:
-        """Allocate room for `tokens` suffix tokens per row, see `TokenStorage.grow`."""
         state = self.state
         assert state.forest is not None
         capacity, used = state.division.room(tokens), state.division.suffix_shard.count(state.suffixes.longest)
@@ -230,7 +225,6 @@ class SharedContextLayer(StoredLayer, PlainLayer):
         return twin
 
     def take_nodes_of(self, other: SharedContextLayer) -> None:
-        """Take on the segments of another cache's layer."""
         self.storage.segments = dict(other.storage.segments)
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
@@ -248,10 +242,8 @@ class SharedContextLayer(StoredLayer, PlainLayer):
 class CapturedLayer(StoredLayer, PlainLayer):
     """A layer of a captured pass, `state.current`, which reads and writes what the pass says.
 
-    Its length is always 0: positions are passed as tensors, and lengths would be constants in the graph.
-
-    Attributes:
-        in_place: The batch's suffixes, where these are captured in place; else None.
+    Its length is always 0: positions are passed as tensors, and lengths would be constants in the graph. `in_place`
+    are the batch's suffixes, where these are captured in place; else None.
     """
 
     def __init__(self, layer: SharedContextLayer, state: SharedState):

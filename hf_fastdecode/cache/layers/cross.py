@@ -147,11 +147,8 @@ class EncodedInputs:
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Keep a layer's keys and values of the group's inputs, ``[inputs, kv_heads, tokens, head_dim]`` each.
 
-        Args:
-            mask: ``[inputs, tokens]`` bool, the tokens that the decoder sees; all of them when None.
-
-        Raises:
-            Unsupported: An input has no shown token, or layers have different masks.
+        The decoder sees the tokens of the mask, ``[inputs, tokens]`` bool; all of them when None. Raises Unsupported
+        where an input has no shown token, or layers have different masks.
         """
         first, stop = self._group or (0, 0)
         count, _, tokens, _ = keys.shape
@@ -253,7 +250,6 @@ class EncodedInputs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         return sum(part.nbytes for of_layer in self.segments.values() for one in of_layer.values() for part in one)
 
     @property
@@ -297,17 +293,13 @@ class CrossView(EncoderDecoderCache):
 
     def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
         self.self_attention_cache = cache
-        self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
+        layers = [_CrossLayer(inputs, attend, index) for index in range(len(cache.layers))]
+        self.cross_attention_cache = Cache(layers=layers)
         self.is_updated = dict.fromkeys(inputs.layers, True)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse tokens of code that expects the cache of a decoder alone."""
         raise Unsupported("its attention code does not tell its own tokens from those of an encoder")
-
-
-class _CrossCache(Cache):
-    def __init__(self, inputs: HasInputs, attend: Attend, layers: int):
-        super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
 
 
 class _CrossLayer(PlainLayer):
@@ -351,12 +343,9 @@ class InputKV(CrossKV):
 class ImageInputs(EncodedInputs):
     """The images of each distinct prompt of a call, and the layers' keys and values of them.
 
-    Args:
-        count: Number of distinct prompts.
-        tokens: Keys of a prompt's images in a layer, padding included.
-        layers: The layers that attend to them.
-        query_heads: Query heads of each.
-        mask: Name of the model argument ``[rows, tokens, images, tiles]`` that says which tiles a token sees.
+    Of `count` distinct prompts, whose images are `tokens` keys in a layer, padding included; for the `layers` that
+    attend to them, with as many query heads each. `mask` is the name of the model argument ``[rows, tokens, images,
+    tiles]`` that says which tiles a token sees.
     """
 
     def __init__(self, count: int, tokens: int, layers: Collection[int], query_heads: int, mask: str):
@@ -372,7 +361,6 @@ class ImageInputs(EncodedInputs):
 
     @property
     def placeholders(self) -> dict[str, Any]:
-        """None."""
         return {}
 
     def see(self, arguments: Mapping[str, Any]) -> None:
@@ -388,7 +376,6 @@ class ImageInputs(EncodedInputs):
         return self._keys_seen
 
     def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> ImageView:
-        """As `EncodedInputs.view_of`."""
         return ImageView(cache, self, inputs, attend)
 
 

@@ -62,9 +62,8 @@ class ExpandsLatents(Protocol):
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[rows, heads, tokens, key_dim]`` and values ``[rows, heads, tokens, value_dim]``.
 
-        Args:
-            latents: ``[rows, 1, tokens, latent]``.
-            rotated: ``[rows, 1, tokens, rest]``: the part of the keys that depends on positions, of all heads.
+        Of latents ``[rows, 1, tokens, latent]`` and `rotated`, ``[rows, 1, tokens, rest]``: the part of the keys that
+        depends on positions, of all heads.
         """
         ...
 
@@ -121,7 +120,6 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, layer: ExpandsLatents) -> Widths:
-        """The widths of a layer."""
         return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
     @property
@@ -140,9 +138,8 @@ class Widths(NamedTuple):
 class ExpandedLayer:
     """What one layer has of these nodes; as `RestTables` reads it, without suffixes.
 
-    Attributes:
-        segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.
-        rests: The rotated part, ``[1, tokens, rotated]``, as latents have it.
+    `segments` are keys without their rotated part, and values, ``[heads, tokens, stored]`` each, by run; `rests` the
+    rotated part, ``[1, tokens, rotated]``, as latents have it.
     """
 
     suffix: None = None
@@ -194,12 +191,9 @@ class SplitForest(NamedTuple):
 
 
 class ExpandedNodes:
-    """The expanded nodes of a cache.
+    """The expanded nodes of a cache: runs of stored tokens, and what each layer has of them, by index.
 
-    Args:
-        runs: The runs of stored tokens that are expanded.
-        layers: What each layer has of them, by index.
-        fewest_rows: Rows of a node from which reading it as keys and values is faster.
+    `fewest_rows` are the rows of a node from which reading it as keys and values is faster.
     """
 
     def __init__(self, runs: Sequence[Span], layers: Mapping[int, ExpandedLayer], fewest_rows: int):

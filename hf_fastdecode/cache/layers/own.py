@@ -44,13 +44,10 @@ class AttendsByItself(Protocol):
         ...
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
-        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``.
+        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``, in the dtype; the model's when None.
 
-        Args:
-            keys: ``[rows, 1, tokens, width]``: the first part of suffix tokens, as cached.
-            coordinates: ``[rows, 1, tokens, width]``: the second.
-            positions: ``[rows, tokens]`` int64, for layers that cache none.
-            dtype: Dtype of the result; the model's when None.
+        Of suffix tokens as cached, ``[rows, 1, tokens, width]`` each, at positions ``[rows, tokens]`` int64, for
+        layers that cache none.
         """
         ...
 

@@ -42,9 +42,7 @@ def _writable() -> Iterator[None]:
 class States:
     """States of some rows, ``[rows, ...]`` each, by their numbers within the layer.
 
-    Attributes:
-        conv: The latest inputs of convolutions.
-        recurrent: States of recurrences; short convolutions have none.
+    `conv` are the latest inputs of convolutions, `recurrent` states of recurrences; short convolutions have none.
     """
 
     conv: Mapping[int, Tensor]
@@ -69,17 +67,14 @@ class States:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
         return *self.conv.values(), *self.recurrent.values()
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.tensors[0])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's."""
         return sum(one[:1].numel() * one.element_size() for one in self.tensors)
 
 
@@ -185,10 +180,7 @@ class StateLayer(LayerOfOwnStates):
         return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
-        """Give each row a copy of the state at the end of its path; none where paths are empty.
-
-        Raises ValueError if one has no state there.
-        """
+        """Give rows copies of the states at the ends of their paths, unless all are empty; ValueError without one."""
         self.drop_rows()
         if all(end is None for end in ends):
             return
@@ -218,10 +210,7 @@ class StateLayer(LayerOfOwnStates):
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def at_once(self, run: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
-        """Result of `run`, a module's `forward` with other functions, for a packed row, which these take whole.
-
-        None where one of them does not take the segments, that they are given.
-        """
+        """Result of `run`, a `forward` with other functions, for a packed row, which these take whole; else None."""
         self.begin_segments()
         conv = self.conv_states[0] if self.is_conv_states_initialized[0] else None
         self._segments = segments = Segments(self.state.current.starts(device), conv)
@@ -258,10 +247,7 @@ class StateLayer(LayerOfOwnStates):
             return States.joined([one for one in known if one is not None])
 
     def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
-        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
-
-        Raises ValueError if one has no state there.
-        """
+        """Overwrite states of rows, int64 on the CPU, with those at ends of new paths; ValueError without one."""
         states = self.states
         if states is None:  # rows have none of their own yet
             return

@@ -40,7 +40,7 @@ class Fsdp2(Gathering):
             return ()
         from torch.distributed.fsdp import FSDPModule
 
-        found = {id(module): module for module in modules if isinstance(module, FSDPModule) and _hooks(module)}
+        found = {id(module): module for module in modules if isinstance(module, FSDPModule) and cls.hooks(module)}
         states = [state for module in found.values() for state in fsdp2_states_of_root(fsdp2_state(module))]
         groups = [group for state in {id(one): one for one in states}.values() for group in fsdp2_groups(state)]
         return () if all(map(fsdp2_stays_gathered, groups)) else (*found.values(), *groups)
@@ -88,21 +88,9 @@ class Fsdp2(Gathering):
         numel = parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
         return Part(send, numel, parameter.param_dtype or parameter.orig_dtype, place)
 
-    def put(self, swaps: Swaps) -> None:
-        for module in self.units:
-            if isinstance(module, nn.Module):
-                for hooks, key in _hooks(module):
-                    swaps.take(hooks, key)
-
-
-def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
-    """The forward hooks of FSDP on a module: the dict that each is in, and its key."""
-    return [
-        (hooks, key)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for key, hook in hooks.items()
-        if defining_module(hook).startswith(_FSDP)
-    ]
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        return defining_module(hook).startswith(_FSDP)
 
 
 class Fsdp1(Gathering):

@@ -115,9 +115,22 @@ class Gathering(ABC):
     def parts(self) -> list[Part]:
         """The parts as they are divided now; raises `Unsupported`."""
 
-    @abstractmethod
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        """Whether a forward hook is the library's."""
+        return False
+
+    @classmethod
+    def hooks(cls, module: nn.Module) -> list[tuple[dict[int, Any], int]]:
+        """The library's forward hooks on a module: the dict that each is in, and its key."""
+        both = (module._forward_pre_hooks, module._forward_hooks)
+        return [(hooks, key) for hooks in both for key, hook in hooks.items() if cls.is_hook(hook)]
+
     def put(self, swaps: Swaps) -> None:
         """Take the library's code off the modules."""
+        for module in self.units:
+            for hooks, key in self.hooks(module) if isinstance(module, nn.Module) else ():
+                swaps.take(hooks, key)
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
+from .parameters import MOST_OF_FREE, Gathering, Part, Place, free_bytes
 
 
 class Zero3(Gathering):
@@ -76,10 +76,9 @@ class Zero3(Gathering):
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
-    def put(self, swaps: Swaps) -> None:
-        for module in self.units:
-            for hooks, key in _hooks(module):
-                swaps.take(hooks, key)
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        return role_of(hook) is Role.GATHERS
 
 
 _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
@@ -102,7 +101,7 @@ _WHOLE = frozenset({None, "AVAILABLE"})
 
 def _is_divided(module: nn.Module) -> bool:
     own = module.__dict__  # of attributes, this takes three times as long
-    if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(module):
+    if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and Zero3.hooks(module):
         return True
     return not _WHOLE.issuperset(map(_status, own["_parameters"].values()))
 
@@ -117,13 +116,3 @@ def _send(parameter: Any, device: torch.device) -> Tensor:
     """This process's part, in the values that ZeRO-3 would send, which autocast may round."""
     sent: Tensor = parameter.ds_tensor.to(device, non_blocking=True)
     return sent.to(getattr(parameter, "comm_dtype", sent.dtype)).to(sent.dtype)
-
-
-def _hooks(module: nn.Module) -> list[tuple[dict[int, Callable[..., Any]], int]]:
-    """The forward hooks of ZeRO-3 on a module: the dict that each is in, and its key."""
-    return [
-        (hooks, key)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for key, hook in hooks.items()
-        if role_of(hook) is Role.GATHERS
-    ]
