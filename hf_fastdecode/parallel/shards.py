@@ -112,9 +112,7 @@ WHOLE = Shard(0, 1)
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
     """The forest of a rank's stored tokens, over the same rows; nodes of which it has no token are left out.
 
-    Args:
-        forest: The whole one.
-        shard_of: What the rank stores of a segment, by number.
+    `shard_of` gives what the rank stores of a segment, by number.
     """
 
     def stored(path: Path) -> Path:
@@ -127,11 +125,7 @@ def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
 def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
     """Positions of tokens ``start .. stop - 1`` in the parts of all ranks, gathered and padded alike.
 
-    Args:
-        shard: Any rank's.
-
-    Returns:
-        For each token, rank * longest + index there: ``[length]`` int64, on the CPU; and the longest part's tokens.
+    For each token, rank * longest + index there: ``[length]`` int64, on the CPU; and the longest part's tokens.
     """
     return gathered_order(
         [replace(shard, rank=rank).stored_tokens(start, stop) - start for rank in range(shard.ranks)]
@@ -139,11 +133,7 @@ def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int
 
 
 def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Positions of tokens after a gather; see `order_after_gather`.
-
-    Args:
-        tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
-    """
+    """As `order_after_gather`, of the tokens that each rank has, int64, each of ``0 .. length - 1`` on one rank."""
     longest, length = max(map(len, tokens_by_rank)), sum(map(len, tokens_by_rank))
     order = torch.empty(length, dtype=torch.long, device="cpu")
     for rank, tokens in enumerate(tokens_by_rank):
@@ -167,10 +157,8 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGroup) -> Segment:
     """Keys and values ``[kv_heads, tokens, head_dim]`` that all processes have; one collective.
 
-    Args:
-        own: This process's keys and values, ``[kv_heads, own tokens, head_dim]`` each.
-        longest: Most tokens of a process.
-        order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
+    This process's, `own`, are ``[kv_heads, own tokens, head_dim]`` each; `longest` is most tokens of a process, and
+    `order` as of `order_after_gather`.
     """
     shapes = [(longest, part.shape[0], part.shape[2]) for part in own]
     sizes = list(map(prod, shapes))
@@ -334,8 +322,7 @@ class Undivided:
 
     Attributes:
         is_divided: Whether several processes divide them.
-        group: These processes; None for one alone.
-        ranks: Number of processes.
+        group, ranks: These processes, None for one alone, and their number.
         suffix_shard: What this process stores of each suffix.
     """
 

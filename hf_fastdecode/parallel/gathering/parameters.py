@@ -77,16 +77,12 @@ class Gathering(ABC):
     Its parts are gathered by collectives of this package, in memory of its own: parameters of a call are the same
     objects in each call, at the same addresses where memory allows (`memory`), so that captured passes stay valid.
 
-    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
-    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
-    on all.
-
-    Args:
-        units: The library's objects that `find` found.
+    One object is kept from call to call while the same `units`, which `find` found, divide the model. Its methods are
+    called in the order `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one
+    process, `release` follows on all.
 
     Attributes:
-        what: What is the matter with passes of the model as it is, for reports.
-        remedy: What else to do about it.
+        what, remedy: What is the matter with passes of the model as it is, for reports, and what else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
         replicas: The processes of other groups that have the same parts, if there are any (HSDP).
         device: Where passes run, and parameters are gathered.
@@ -145,9 +141,8 @@ class Gathering(ABC):
     def reserve(self) -> None:
         """Prepare the memory of a call, without communication.
 
-        Raises:
-            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
-            torch.OutOfMemoryError: Memory ran out.
+        Raises Unsupported where memory does not hold them, or parameters cannot be gathered as they are divided;
+        torch.OutOfMemoryError where memory ran out.
         """
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
@@ -166,7 +161,6 @@ class Gathering(ABC):
                 ]
 
     def _fits(self) -> bool:
-        """Whether the memory was made for parts as they are now."""
         return [(part.numel, part.dtype) for part in self._parts] == [
             (whole.vector.numel(), whole.vector.dtype) for whole in self._made
         ]
@@ -189,7 +183,6 @@ class Gathering(ABC):
             swaps.undo()
 
     def release(self) -> None:
-        """Free the memory of a call."""
         self._parts = []
         if self._memory is not None:
             self._memory.free()
