@@ -161,12 +161,7 @@ def attend_llama4(
 
 
 class _WithoutImages:
-    """A cache of text, in which cross-attention layers find nothing.
-
-    Args:
-        cache: A shared-context cache, or what stands for one in a capture.
-        images: Indices of cross-attention layers.
-    """
+    """A shared-context cache of text, or what stands for one in a capture, in whose layers of `images` is nothing."""
 
     layers = ()
 

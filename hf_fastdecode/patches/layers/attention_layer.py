@@ -79,11 +79,9 @@ class SlimAttention(SlimTokens):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with the ordinary layer's arguments, but `ROTATION` in the place of `position_embeddings`.
 
-        Raises:
-            ValueError: The layer is not called by a slim model, which gives it `ROTATION`; it caches in 8 bits and is
-                being trained; a `QuantizedCache` would round positions; or the cache holds tokens of another
-                `slim_rope` or model.
-            Unsupported: See `check_shared`.
+        Raises ValueError where the layer is not called by a slim model, which gives it `ROTATION`; it caches in 8 bits
+        and is being trained; a `QuantizedCache` would round positions; or the cache holds tokens of another
+        `slim_rope` or model. Unsupported as `check_shared`.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:

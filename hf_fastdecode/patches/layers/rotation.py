@@ -49,13 +49,10 @@ def forest_rotation(
 ) -> Rotation:
     """Tables for a pass over a shared-context cache, by `tables` of positions ``[rows or 1, tokens]``.
 
-    Prefill rotates the keys of its tokens, a step those of suffixes. Scores depend on differences of positions
-    only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
-    after RoPE (`unrotates`) hold their positions.
-
-    Raises:
-        ValueError: In a pass outside generation, positions that do not continue those of each row, unless they are
-            cached.
+    Prefill rotates the keys of its tokens, a step those of suffixes. Scores depend on differences of positions only:
+    counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached after
+    RoPE (`unrotates`) hold their positions; otherwise ValueError, in a pass outside generation, for positions that do
+    not continue those of each row.
     """
     tokens = tables(position_ids)
     if cache.state.current.items:

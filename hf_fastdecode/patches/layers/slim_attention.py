@@ -105,11 +105,9 @@ class InputValues:
     heads: int
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
         return self.projection(keys[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, see `CachedValues`: inputs are averaged, and the averages are projected."""
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the same inputs
         average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, probabilities.shape[1:3])
         return self.projection(average, self.heads)
@@ -209,8 +207,7 @@ def slim_attention(
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
             with ``causal=False`` for all tokens.
-        dropout: Share of the weights that is dropped.
-        threshold: Weights below it count as 0; 0 turns this off.
+        dropout, threshold: Share of the weights that is dropped, and bound below which they count as 0; 0 for neither.
         dtype: Dtype of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not give.
 
@@ -351,7 +348,6 @@ class SlimTokens(nn.Module):
 
     @property
     def values(self) -> CachedValues:
-        """Module that makes values of cached tokens."""
         if self.caches_inputs:
             return InputValues(getattr(self, self.projections[2]), self.heads)
         return self.slim

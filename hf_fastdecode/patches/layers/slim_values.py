@@ -188,7 +188,6 @@ class StoredMatrix(KeepsDtype):
         self.register_buffer("scales", torch.ones(columns, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., rows]`` to ``[..., columns]`` in fp32, see `sum_of_products`."""
         return sum_of_products([self.product(x)])
 
     def product(self, x: Tensor) -> Product:
@@ -226,7 +225,6 @@ class SlimValues(KeepsDtype):
         return cached[:, None], coordinates[:, None]
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]`` in fp32, of cached keys and V-coordinates."""
         return self._values(keys[:, 0], coordinates[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
