@@ -48,7 +48,6 @@ class ModelLayout:
         layers: For each layer its stores: none, one, or several. Behind them, those of layers that run again over a
             cache of their own.
         types: For each layer its name in the config's ``layer_types``, given or derived.
-        borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
         expanding: Layers that make keys and values of latents, by index; of a model only, and where overrides know
@@ -58,7 +57,6 @@ class ModelLayout:
     model_type: str
     layers: tuple[tuple[Store, ...], ...]
     types: tuple[str, ...]
-    borrowing: int = 0
     own: Mapping[int, AttendsByItself] = field(default_factory=dict)
     expanding: Mapping[int, ExpandsLatents] = field(default_factory=dict)
 
@@ -92,7 +90,7 @@ class ModelLayout:
             layers = [_with_cross(stores) for stores in layers]
         again = run_again(text)
         layers, types = layers + [layers[index] for index in again], (*types, *(types[index] for index in again))
-        return cls(config.model_type, tuple(layers), types, borrowing)
+        return cls(config.model_type, tuple(layers), types)
 
     @classmethod
     def of(cls, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> ModelLayout:

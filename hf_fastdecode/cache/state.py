@@ -58,8 +58,7 @@ class Pass:
     kernels append; a prefill's padded buffers.
 
     Attributes:
-        items: Runs of tokens packed into a pass of prefill; () in a step.
-        spans: Their spans, adjacent ones joined.
+        items, spans: Runs of tokens packed into a pass of prefill, () in a step; their spans, adjacent ones joined.
         runs: What each of these tokens sees; None in a step.
         contexts: Where nodes are divided between processes, the spans that the pass reads, on any of them.
         own_tokens: Tokens of the items that this process stores; None for all.
@@ -68,13 +67,10 @@ class Pass:
             when tokens are packed into one row, or are one row without padding.
         tensors: In prefill by transformers' own attention and masks, the pass's rows and their width: layers return
             the keys and values that they are given. Otherwise None.
-        before: The lengths of suffixes before a step; None in prefill.
-        queries: Tokens that a step appends to each suffix.
-        forest: The cache's forest in a step.
-        stored: The part of `forest` that a step reads as this process stores it, see `SharedState.step_forest`.
+        before, queries: In a step, the lengths of suffixes before it, and the tokens that it appends to each.
+        forest, stored: The cache's forest in a step, and the part that a step reads as this process stores it, see
+            `SharedState.step_forest`.
         capacity: Tokens that suffixes must have room for.
-        division: How suffixes are divided between processes.
-        torch_backend: PyTorch's operators, where these compute.
         tables: Kernel tables of a captured step, by layer; None where layers make them.
         origins: For a captured step of rows that may be reordered, ``[rows, capacity]`` int32: see `SuffixOrigins`.
         expanded: By layer, the expanded nodes of a captured step; None where layers find them.
@@ -153,7 +149,6 @@ class SharedState:
         forest: Nodes over the rows; None while the number of rows is unknown.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `torch_operators.BACKENDS`.
         tables: Kernel inputs other than keys and values, by device and heads of a layer, each with whether it was made
             while own nodes held most keys.
         current: The pass in progress; one without items between passes.

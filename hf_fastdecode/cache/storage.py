@@ -120,10 +120,7 @@ class TokenStorage:
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            keys, values = like
-            self.segments[number] = Segment(
-                _allocate(keys, (keys.shape[0], length)), _allocate(values, (values.shape[0], length))
-            )
+            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
@@ -290,10 +287,8 @@ def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
 
 def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
     """A tensor with the part's width and dtype; never an inference tensor, which only inference mode may write."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return part.new_empty(*shape, part.shape[-1])
-    return part.new_empty(*shape, part.shape[-1])
+    with torch.inference_mode(False):
+        return part.new_empty(*shape, part.shape[-1])
 
 
 class SuffixOrigins:

@@ -89,7 +89,6 @@ class ShardWriter:
         self._pending_reports.append(report)
 
     def flush(self) -> None:
-        """Write the pending groups."""
         split = split_torch_state_dict_into_shards(self._pending, max_shard_size=self.limit)
         for names in split.filename_to_tensors.values():
             file, _ = self._shard_files(len(self.state["shards"]) + 1)

@@ -135,7 +135,6 @@ class Checkpoint:
         self.left_out: list[str] = []
 
     def rename(self, model_name: Callable[[str], str]) -> None:
-        """Rename tensors from the names in files, e.g. of older releases, to those in models."""
         self.locations = {model_name(name): location for name, location in self.locations.items()}
 
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
@@ -228,7 +227,6 @@ class Checkpoint:
         return other in self.locations and torch.equal(self.tensor(name), self.tensor(other))
 
     def unties(self) -> bool:
-        """Whether all tensors that the config ties to others are stored and differ from them."""
         return bool(self.tied) and all(name in self.locations and not self.repeats(name) for name in self.tied)
 
     def tensor(self, name: str) -> Tensor:

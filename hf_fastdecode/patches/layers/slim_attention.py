@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,10 @@ class InputProjection(Projection):
 
 @dataclass(frozen=True)
 class InputValues:
-    """Values of cached inputs by their projection, with the methods of `slim_values.SlimValues`."""
+    """Values of cached inputs ``[rows, 1, tokens, d]`` by their projection: inputs are averaged, then projected.
+
+    It has the methods of `slim_values.SlimValues`.
+    """
 
     projection: InputProjection
     heads: int
@@ -113,17 +116,8 @@ class InputValues:
         return self.projection(average, self.heads)
 
 
-class CachedValues(Protocol):
-    """Values that follow from what a layer caches: `slim_values.SlimValues` or `InputValues`."""
-
-    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
-
-    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1.
-
-        The weights are ``[rows, heads, queries, tokens]``.
-        """
+CachedValues = SlimValues | InputValues
+"""Values that follow from what a layer caches."""
 
 
 QUERIES_AT_ONCE: Final = 256
@@ -152,7 +146,7 @@ def without_small(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def averaged(values: CachedValues, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-    """`CachedValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
+    """`SlimValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
     total = probabilities.sum(-1, keepdim=True)
     shares = probabilities / total.clamp(min=torch.finfo(total.dtype).tiny)
     return values.averaged(shares, keys, coordinates) * total
