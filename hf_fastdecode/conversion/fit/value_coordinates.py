@@ -181,8 +181,10 @@ def rounding_feedback(gram: Tensor) -> RoundingFeedback:
     """
     gram = gram.double()
     order = gram.diagonal().argsort(descending=True)  # the strongest first: the most rows remain to compensate
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram[order][:, order]))
-    return RoundingFeedback(order, torch.linalg.cholesky(inverse, upper=True))
+    lower, failed = torch.linalg.cholesky_ex(gram[order][:, order])
+    if failed.any():
+        raise ValueError("the Gram matrix is not positive definite; add a multiple of the identity")
+    return RoundingFeedback(order, torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True))
 
 
 def round_with_feedback(
