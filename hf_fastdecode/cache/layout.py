@@ -130,17 +130,14 @@ class ModelLayout:
 
     @cached_property
     def per_token(self) -> dict[int, Store]:
-        """By layer, the stores with keys and values of every token."""
         return {index: store for index, store in self if store.kind in PER_TOKEN}
 
     @cached_property
     def states(self) -> dict[int, Store]:
-        """By layer, the stores with a state per row."""
         return {index: store for index, store in self if store.kind is Kind.STATE}
 
     @cached_property
     def cross(self) -> dict[int, Store]:
-        """By layer, the stores with keys and values of another sequence."""
         return {index: store for index, store in self if store.kind is Kind.CROSS}
 
     @property
@@ -170,7 +167,6 @@ class ModelLayout:
 
     @property
     def smallest_window(self) -> int | None:
-        """The smallest window of any layer; None if no layer has one."""
         return min((store.window for _, store in self if store.window is not None), default=None)
 
     @property

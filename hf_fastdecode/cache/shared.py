@@ -180,7 +180,6 @@ class SharedContextCache(ForestCache):
 
     @property
     def node_tokens(self) -> int:
-        """Tokens in node storage, each counted once."""
         return sum(self.state.segment_lengths)
 
     @property
@@ -309,7 +308,6 @@ class SharedContextCache(ForestCache):
                 layer.appended = 0
 
     def _check_states(self, rows: int, queries: int) -> None:
-        """Raise ValueError for a pass of `rows` rows, of `queries` tokens each, that cannot continue their states."""
         if not (layers := self.state_layers) or self.state.forest is None:
             return
         if rows != self.rows:

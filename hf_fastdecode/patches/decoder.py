@@ -136,7 +136,6 @@ class SlimRotaryDecoder(SlimDecoder):
         return cos, sin
 
     def fills_cache(self, cache: Any, cached: int | Tensor, use_cache: bool | None) -> bool:
-        """Whether this pass begins a cache that later passes will read."""
         if torch.compiler.is_compiling() or self.training:
             return False
         return int(cached) == 0 and (cache is not None or (self.config.use_cache if use_cache is None else use_cache))

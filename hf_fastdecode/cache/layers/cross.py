@@ -241,7 +241,6 @@ class EncodedInputs:
         return known[1]
 
     def example(self, layer: int) -> Segment:
-        """Keys and values of a layer, of some inputs."""
         return next(iter(self.segments[layer].values()))
 
     def stored(self) -> dict[int, StoredInputs]:

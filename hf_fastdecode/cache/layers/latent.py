@@ -149,7 +149,6 @@ class ExpandedLayer:
 
     @classmethod
     def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
-        """Expand runs of tokens, by the layer's own code."""
         segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
         for number, run in enumerate(runs):
             latents = storage.segments[run.segment].view(run)
@@ -168,7 +167,6 @@ class ExpandedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes beside what latents have."""
         return sum(part.nbytes for segment in self.segments.values() for part in segment)
 
     @property

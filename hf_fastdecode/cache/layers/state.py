@@ -53,12 +53,10 @@ class States:
         return States(*({number: change(one) for number, one in part.items()} for part in (self.conv, self.recurrent)))
 
     def row(self, row: int) -> States:
-        """A view of one row's."""
         return self.each(lambda one: one[row : row + 1])
 
     @classmethod
     def joined(cls, parts: Sequence[States]) -> States:
-        """The rows of all parts, copied."""
         first = parts[0]
         return cls(
             {number: torch.cat([part.conv[number] for part in parts]) for number in first.conv},
@@ -304,14 +302,12 @@ class StateLayer(LayerOfOwnStates):
         self.ends = {new: self.ends[old] for new, old in moved if old in self.ends}
 
     def drop_rows(self) -> None:
-        """Forget the rows' states."""
         for number in range(self.number_of_states):
             self.conv_states[number] = self.recurrent_states[number] = None
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
             self.has_previous_state[number] = False
 
     def for_nodes_of(self, state: SharedState) -> StateLayer:
-        """A layer of another cache with the same nodes, whose rows have no states yet."""
         twin = StateLayer(state, self.state_store)
         twin.ends = dict(self.ends)
         twin.dtype, twin.device = self.dtype, self.device
@@ -330,8 +326,6 @@ class StateLayer(LayerOfOwnStates):
 
 
 class StateAndAttentionLayer(StateLayer, SharedContextLayer):
-    """A layer that stores a state per row, and keys and values per token."""
-
     appended: int
 
     def __init__(
@@ -377,8 +371,6 @@ class CapturedStateLayer(LayerOfOwnStates):
 
 
 class CapturedStateAndAttentionLayer(CapturedLayer, CapturedStateLayer):
-    """A layer of a captured step that stores states beside keys and values."""
-
     def __init__(self, layer: CapturedLayer, states: CapturedStateLayer):
         self.__dict__.update({**vars(states), **vars(layer)})
 
@@ -460,7 +452,6 @@ def _shapes(layers: Sequence[StateLayer]) -> list[list[tuple[torch.Size, torch.d
 
 
 def _are(layer: StateLayer, views: States) -> bool:
-    """Whether a layer's states are these very tensors."""
     states = layer.states
     if states is None:
         return False

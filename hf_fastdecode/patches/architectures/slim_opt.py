@@ -27,8 +27,6 @@ SlimOPTDecoder = slim_class(SlimOPTConfig, SlimDecoder, opt.OPTDecoder, slim_att
 
 
 class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
-    """OPT's decoder, as `SlimOPTForCausalLM` names it."""
-
     config_class = SlimOPTConfig
     slim_attention = SlimOPTAttention
     blocks, attention = "decoder.layers", "self_attn"
