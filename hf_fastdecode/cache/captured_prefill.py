@@ -7,7 +7,7 @@ after a replay a single copy of its real tokens becomes the storage of a segment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -23,7 +23,7 @@ from ..attention.torch_operators.decode_ops import attend_alike
 from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported
 from .captured import CapturedCache, CapturedInputs
-from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs, NodesAlone
 from .layout import ModelLayout
 from .shared import SharedContextCache
 from .state import PrefillItem
@@ -47,7 +47,7 @@ class ContextTables:
 
     def follow(self, cache: SharedContextCache, forest: Forest) -> None:
         """Write the addresses and the schedule of a pass's contexts."""
-        nodes = {layer.index: _Nodes(layer.segments, None, layer.version) for layer in cache.attention_layers}
+        nodes = {layer.index: NodesAlone(layer.segments, layer.version) for layer in cache.attention_layers}
         self.by_shape.follow(forest, SuffixLengths(), nodes)
 
 
@@ -57,14 +57,6 @@ def _deepened(forest: Forest) -> Forest:
     more = range(len(forest.levels), _LEVELS)
     below = [Node(node.span[:1], node.row_start, node.row_count, depth) for depth in more for node in lowest]
     return Forest(forest.rows, [*forest.nodes, *below])
-
-
-class _Nodes(NamedTuple):
-    """Storage of a layer's nodes alone, see `StoredKV`."""
-
-    segments: dict[int, Segment]
-    suffix: None
-    version: object
 
 
 def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:

@@ -70,12 +70,6 @@ class StoredLayer:
         return self.state.forest
 
     @property
-    def step_forest(self) -> Forest:
-        """The part of the forest that steps read as this process stores it, see `SharedState.step_forest`."""
-        stored = self.state.step_forest
-        return self.forest if stored is None else stored
-
-    @property
     def segments(self) -> dict[int, Segment]:
         """Nodes as the kernels read them."""
         return {number: self.storage.read_by_kernels(parts) for number, parts in self.storage.segments.items()}
@@ -100,12 +94,9 @@ class StoredLayer:
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
         """Attention ``[rows, heads, queries, head_dim]`` to the nodes here, at least one, in fp32."""
-        nodes = self.storage.nodes_for_steps()
-        return nodes_attention(query, self.step_forest, nodes, scale, backend=self.state.torch_backend)
-
-    def of_all_processes(self, part: Partial) -> Partial:
-        """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
-        return self.state.division.merge(part)
+        nodes, forest = self.storage.nodes_for_steps(), self.state.step_forest
+        assert forest is not None
+        return nodes_attention(query, forest, nodes, scale, backend=self.state.torch_backend)
 
     def note(self, scoring: Scoring) -> None:
         self.window, self.report_note = scoring.window, scoring.report_note
@@ -260,7 +251,8 @@ class DecodeKV(SharedKV):
 
     def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
         """Tables that describe the step, for layers like this one on the query's device."""
-        layer, state, forest, device = self.layer, self.layer.state, self.layer.step_forest, query.device
+        layer, state, forest, device = self.layer, self.layer.state, self.step.stored, query.device
+        assert forest is not None
         shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
 
         def make() -> StepTables:

@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -243,9 +242,9 @@ class EncodedInputs:
     def example(self, layer: int) -> Segment:
         return next(iter(self.segments[layer].values()))
 
-    def stored(self) -> dict[int, StoredInputs]:
+    def stored(self) -> dict[int, NodesAlone]:
         """By layer, the storage that kernels' tables describe."""
-        return {layer: StoredInputs(segments) for layer, segments in self.segments.items()}
+        return {layer: NodesAlone(segments, segments) for layer, segments in self.segments.items()}
 
     @property
     def nbytes(self) -> int:
@@ -258,19 +257,12 @@ class EncodedInputs:
         return self.tokens * sum(part.nbytes // part.shape[1] for part in parts)
 
 
-@dataclass(frozen=True)
-class StoredInputs:
-    """A layer's keys and values of all inputs, as `StepTables` reads them: nodes without suffixes."""
+class NodesAlone(NamedTuple):
+    """A layer's nodes as `StepTables` reads them, without suffixes, see `StoredKV`."""
 
     segments: Mapping[int, Segment]
-
-    @property
-    def suffix(self) -> None:
-        return None
-
-    @property
-    def version(self) -> object:
-        return self.segments
+    version: object
+    suffix: None = None
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]

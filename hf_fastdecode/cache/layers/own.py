@@ -20,7 +20,7 @@ class AttendsByItself(Protocol):
 
     Where processes divide a cache, nodes and suffixes are what this one stores of them. The layer then attends to
     these, each query to as many tokens of its suffix as `ForestKV.seen_by` says, and hands its partial to
-    `of_all_processes`.
+    `Undivided.merge`.
 
     Attributes:
         attends_by_itself: True.

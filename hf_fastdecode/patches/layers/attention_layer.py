@@ -199,7 +199,7 @@ def shared_attention(
         merged = by_kernel or _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
             merged = merge(merged, handle.layer.attend_nodes(to_nodes, layer.scaling))
-        merged = handle.layer.of_all_processes(merged)
+        merged = cache.state.division.merge(merged)
     nodes, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
     by = f" and slim suffixes by {pytorch}" if by_kernel is None else f" by {pytorch}, slim suffixes by slim_decode"
     handle.layer.report("decode", nodes + by)

@@ -267,7 +267,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     terms = [Term(*slim.from_keys.product(averages))]
     if slim.directions is not None:
         terms.append(Term(*slim.directions.product(of_coordinates)))
-    in_range, merges = stored_dtype == torch.float16, cache.has_nodes or cache.is_divided
+    in_range, merges = stored_dtype == torch.float16, cache.has_nodes or cache.division.is_divided
     product_dtype = torch.float32 if merges else dtype
     out = stored_product(terms, slim.constant, in_range=in_range, arrived=arrived, dtype=product_dtype)
     if not merges:
@@ -298,4 +298,4 @@ def _merge_with_nodes(
     if cache.has_nodes:
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(query.dtype)
         part = merge(part, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
-    return cache.of_all_processes(part).out.transpose(1, 2).flatten(2).to(query.dtype)
+    return cache.division.merge(part).out.transpose(1, 2).flatten(2).to(query.dtype)

@@ -89,7 +89,8 @@ def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, 
     """Tables for a captured step; those of slots are made once, as the constant `OF_SLOTS`."""
 
     def of_slots() -> RotaryTables:
-        return _of_slots(tables, cache.positions_of_slots().to(position_ids.device)[None])[1]
+        slots = cache.division.suffix_shard.positions(cache.capacity)
+        return _of_slots(tables, slots.to(position_ids.device)[None])[1]
 
     cache.constant(OF_SLOTS, of_slots)
     return Rotation(position_ids, tables(position_ids), None, tables(cache.new.positions[:, None]))
