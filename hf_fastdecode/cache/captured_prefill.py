@@ -28,6 +28,7 @@ from .layout import ModelLayout
 from .shared import SharedContextCache
 from .state import PrefillItem
 from .storage import TokenStorage
+from .stores import Store
 
 _LEVELS = 8
 """Levels of nodes that the tables of every captured pass hold, as many as the prefix store keeps unmerged."""
@@ -255,17 +256,6 @@ class PaddedRows(PaddedPass):
         return out.transpose(1, 2)
 
 
-def _buffers(layout: ModelLayout, hidden: Tensor) -> dict[int, Segment]:
-    """Memory for the inputs' keys and values by layer, ``[kv_heads, rows * tokens, head_dim]`` each."""
-    count = hidden.shape[0] * hidden.shape[1]
-    return {
-        layer: Segment(
-            *(hidden.new_empty(store.kv_heads, count, width) for width in (store.head_dim, store.value_dim))
-        )
-        for layer, store in layout.cross.items()
-    }
-
-
 class InputsOfAPass(CapturedInputs):
     """Writes the keys and values of a captured pass's inputs to buffers.
 
@@ -277,7 +267,15 @@ class InputsOfAPass(CapturedInputs):
     def __init__(self, view: CapturedCache, inputs: EncodedInputs, hidden: Tensor, layout: ModelLayout):
         outputs = inputs.arguments[ENCODER_OUTPUTS]
         self.arguments = inputs.arguments | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=hidden)}
-        self.tokens, self._segments = hidden.shape[1], _buffers(layout, hidden)
+        self.tokens = hidden.shape[1]
+
+        def buffer(store: Store, width: int) -> Tensor:  # [kv_heads, rows * tokens, width]
+            return hidden.new_empty(store.kv_heads, len(hidden) * self.tokens, width)
+
+        self._segments = {
+            layer: Segment(buffer(store, store.head_dim), buffer(store, store.value_dim))
+            for layer, store in layout.cross.items()
+        }
         self._cache = ref(view)  # which holds this object: a cycle would keep the buffers until it is collected
         self._lease: ref[Lease] | None = None  # to the object that the latest reader holds
 

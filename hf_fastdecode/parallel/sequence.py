@@ -313,7 +313,8 @@ def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
     with torch.device("meta"):
         model = _class_of(config)
     usual: dict[str, str] = model.tp_plan or {}
-    attention = {_generic(name) for name, module in model.named_modules() if _attends(module)}
+    attending = (name for name, module in model.named_modules() if _attends(module))
+    attention = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in attending}  # as plans have them
     plan = {}
     for name, style in usual.items():
         if not any(name == one or name.startswith(f"{one}.") for one in attention):
@@ -342,8 +343,3 @@ def _class_of(config: PreTrainedConfig) -> PreTrainedModel:
 def _attends(module: nn.Module) -> bool:
     """Whether a module has the projections of one layer's attention."""
     return "layer_idx" in vars(module) and any(hasattr(module, name) for name in ("is_causal", "num_key_value_groups"))
-
-
-def _generic(name: str) -> str:
-    """A module's name with ``*`` for numbers, as plans have it."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
@@ -161,7 +160,7 @@ class Fsdp1(Gathering):
             for name, parameter in module._parameters.items() if wrapper is None else ():
                 if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                     names.setdefault(parameter, []).append((module, name))
-        return [_cast(parameter, dtype, where) for parameter, where in names.items()]
+        return [Part.of_whole(parameter, where, parameter, dtype) for parameter, where in names.items()]
 
     def put(self, swaps: Swaps) -> None:
         for parent, name, wrapper in self.units:
@@ -170,13 +169,6 @@ class Fsdp1(Gathering):
                 swaps.put(parent._modules, name, inner)
                 if "_flat_param" in inner._parameters:
                     swaps.take(inner._parameters, "_flat_param")
-
-
-def _cast(parameter: Tensor, dtype: torch.dtype, names: list[tuple[nn.Module, str]]) -> Part:
-    def place(whole: Tensor) -> list[Place]:
-        return [Place(names, whole.view(parameter.shape), parameter)]
-
-    return Part(lambda: parameter.view(-1), parameter.numel(), dtype, place, is_whole=True)
 
 
 def _flat_places(handle: Any, whole: Tensor) -> list[Place]:

@@ -57,6 +57,17 @@ class Part:
     place: Callable[[Tensor], Sequence[Place]]
     is_whole: bool = False
 
+    @classmethod
+    def of_whole(
+        cls, parameter: Tensor, names: Sequence[tuple[nn.Module, str]], stored: Tensor, dtype: torch.dtype
+    ) -> Part:
+        """A parameter that this process has whole, to be copied or cast; see `Place` for the others."""
+
+        def place(whole: Tensor) -> list[Place]:
+            return [Place(names, whole.view(parameter.shape), stored)]
+
+        return cls(lambda: parameter.data.view(-1), parameter.numel(), dtype, place, is_whole=True)
+
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize

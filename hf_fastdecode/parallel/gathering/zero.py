@@ -53,7 +53,7 @@ class Zero3(Gathering):
                     found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
             copied = _copies(sum(parameter.nbytes for parameter, _ in found.values()), self.device)
-            return [_whole(*one, stored=one[0]) for one in found.values()] if copied else []
+            return [Part.of_whole(*one, one[0], one[0].dtype) for one in found.values()] if copied else []
         if zero_init_of(self._first).quantized_weights:
             raise Unsupported(_QUANTIZED)
         return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
@@ -68,7 +68,7 @@ class Zero3(Gathering):
             raise Unsupported("ZeRO-3 stores some of its parameters on disks")
 
         if _status(parameter) == "AVAILABLE":
-            return _whole(parameter, names, stored)
+            return Part.of_whole(parameter, names, stored, parameter.dtype)
 
         def place(whole: Tensor) -> list[Place]:
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
@@ -82,13 +82,6 @@ class Zero3(Gathering):
 
 
 _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
-
-
-def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
-    def place(whole: Tensor) -> list[Place]:
-        return [Place(names, whole.view(parameter.ds_shape), stored)]
-
-    return Part(lambda: parameter.data.view(-1), parameter.ds_numel, parameter.dtype, place, is_whole=True)
 
 
 def _copies(nbytes: int, device: torch.device) -> bool:
