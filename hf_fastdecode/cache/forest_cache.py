@@ -158,8 +158,11 @@ class ForestCache(Cache):
 
         `length` is the padded length of the rows so far, as `get_seq_length` reports it; the longest row when None.
         """
+        longest = max(forest.context_lengths, default=0)
+        if length is not None and length < longest:
+            raise ValueError(f"the padded length must be at least the longest row, {longest} tokens, got {length}")
         self.state.forest, self.state.suffixes, self.state.expanded = forest, Suffixes(), None
-        self.state.padded_length = max(forest.context_lengths, default=0) if length is None else length
+        self.state.padded_length = longest if length is None else length
         for layer in self.attention_layers:
             layer.storage.replace_suffixes(None)
         for states in self.state_layers:
