@@ -23,7 +23,6 @@ class StockShared(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Stock divided by shared."""
         return self.stock / self.shared
 
 
@@ -51,8 +50,7 @@ def within(length: int, window: int | None) -> int:
 def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: int) -> StockShared:
     """Elements of K that one layer reads in one decode step, and as many of V.
 
-    Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``, for `kv_heads` ``g``,
-    `head_dim` ``k``, `rows` ``b``, and tokens `context` ``m_c`` and `decoded` ``m_d``.
+    Bifurcated attention, equations 5 and 6: ``g k b (m_c + m_d)`` and ``g k (m_c + b m_d)``.
     """
     return StockShared(
         stock=kv_heads * head_dim * rows * (context + decoded), shared=kv_heads * head_dim * (context + rows * decoded)
@@ -61,11 +59,7 @@ def memory_io(kv_heads: int, head_dim: int, rows: int, context: int, decoded: in
 
 @dataclass(frozen=True)
 class KVSizes:
-    """Sizes of the keys and values that a decoder's layers store, or of the latents of which these are made.
-
-    Attributes:
-        stores: The stores of each layer that stores keys and values.
-    """
+    """The stores of each layer of a decoder that stores keys and values, or latents of which these are made."""
 
     stores: tuple[Store, ...]
 
@@ -80,11 +74,7 @@ class KVSizes:
 
     @classmethod
     def of_decoder(cls, config: Any) -> KVSizes:
-        """Read those of the self-attention of a decoder, which may be an encoder-decoder's.
-
-        Raises:
-            ValueError: The decoder stores other than keys and values.
-        """
+        """Those of a decoder's self-attention, an encoder-decoder's too; ValueError where it stores others."""
         layout = ModelLayout.from_config(config)
         if not layout.layers:
             raise ValueError(f"{layout.model_type} has no number of layers in its config (num_hidden_layers)")
@@ -103,7 +93,6 @@ class KVSizes:
 
     @property
     def layers(self) -> int:
-        """Layers that store keys and values."""
         return len(self.stores)
 
     @property
@@ -116,18 +105,13 @@ class KVSizes:
 
     @property
     def same(self) -> Store:
-        """As `alike`, for what is made for models of like layers.
-
-        Raises:
-            ValueError: Layers differ in heads.
-        """
+        """As `alike`, for what is made for models of like layers; ValueError where layers differ in heads."""
         if (alike := self.alike) is None:
             raise ValueError("its layers differ in heads, or store latents")
         return alike
 
     @property
     def local_layers(self) -> int:
-        """Number of layers with a window."""
         return sum(store.window is not None for store in self.stores)
 
     @property

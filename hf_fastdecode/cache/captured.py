@@ -37,11 +37,10 @@ class CapturedCache(Cache):
         buffers: Layers with what a captured step updates per row, in the order of the cache's layers that have it.
 
     Attributes:
-        inputs: In the place of the cache's, if it has any.
         next_slot: For decoders that count positions by it, the tokens before the step: ``[1]`` int64, on the device.
         new: Where the step's tokens are, made by `begin` where suffixes are captured in place.
         has_nodes: Whether rows have nodes at the time of the capture.
-        is_divided: Whether processes divide nodes and suffixes.
+        division: How processes divide nodes and suffixes.
         capacity: Tokens that each suffix captured in place has room for; 0 without any.
         constants: From `constant`, which a captured graph reads: kept as long as the graph.
     """
@@ -57,18 +56,13 @@ class CapturedCache(Cache):
         self.constants: dict[str, Any] = {}
         self.inputs: CapturedInputs | None = None
         self.next_slot: Tensor | None = None
-        self._tables, self._division = current.tables, cache.state.division
+        self._tables, self.division = current.tables, cache.state.division
         self._first_in_place = in_place[0].index if in_place else None  # lengths are the same for all of them
-        self.is_divided = self._division.is_divided
 
     def begin(self) -> None:
         """Begin a step: read the suffixes' lengths on the device, once for all layers."""
         if self._first_in_place is not None:
             self.new = self._tables_of(self._first_in_place).new_tokens()
-
-    def positions_of_slots(self) -> Tensor:
-        """Positions in a suffix of the tokens that its slots here hold: ``[capacity]`` int64, on the CPU."""
-        return self._division.suffix_shard.positions(self.capacity)
 
     def constant(self, name: str, make: Callable[[], Any]) -> Any:
         """Tensors that do not change between steps, made in the first pass, which is not captured."""
@@ -77,10 +71,7 @@ class CapturedCache(Cache):
         return self.constants[name]
 
     def suffix(self, layer: int, dtype: torch.dtype) -> Segment:
-        """Suffixes that are captured in place, ``[rows, 1, capacity, width]`` each.
-
-        Raises ValueError if the cache holds another dtype.
-        """
+        """Suffixes captured in place, ``[rows, 1, capacity, width]`` each; ValueError if of another dtype."""
         suffix: Segment = self.layers[layer].in_place
         require_dtype(dtype, suffix)
         return suffix
@@ -101,10 +92,6 @@ class CapturedCache(Cache):
         """Attend to the nodes of a layer whose suffixes are captured in place, see `StepTables.attend_nodes`."""
         require_dtype(query.dtype, self.layers[layer].storage.node_example)
         return self._tables_of(layer).attend_nodes(layer, query, scale)
-
-    def of_all_processes(self, part: Partial) -> Partial:
-        """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
-        return self._division.merge(part)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -245,7 +232,6 @@ class InputTables(ReadTables):
         return found
 
     def forest(self, cache: SharedContextCache) -> Forest:
-        """The forest in which rows attend to their inputs."""
         return Forest(0) if cache.inputs is None else cache.inputs.forest_of(cache.forest)
 
     def stored(self, cache: SharedContextCache) -> Mapping[int, StoredKV]:

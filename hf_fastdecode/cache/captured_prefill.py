@@ -7,7 +7,7 @@ after a replay a single copy of its real tokens becomes the storage of a segment
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -23,22 +23,21 @@ from ..attention.torch_operators.decode_ops import attend_alike
 from ..attention.torch_operators.prefill_ops import padded_causal_attention, separating_bias
 from ..errors import Unsupported
 from .captured import CapturedCache, CapturedInputs
-from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs
+from .layers.cross import ENCODER_OUTPUTS, CrossView, EncodedInputs, NodesAlone
 from .layout import ModelLayout
 from .shared import SharedContextCache
 from .state import PrefillItem
 from .storage import TokenStorage
+from .stores import Store
 
 _LEVELS = 8
 """Levels of nodes that the tables of every captured pass hold, as many as the prefix store keeps unmerged."""
 
 
 class ContextTables:
-    """Tables by which the tokens of a captured pass attend to their stored contexts: a token is a row of a forest.
+    """Tables by which the tokens of a captured pass, with padding, attend to their stored contexts.
 
-    Args:
-        tokens: Tokens of the pass, with padding.
-        forest: The contexts of the pass that is captured, see `context_forest`.
+    A token is a row of a forest, that of the pass that is captured (`context_forest`).
     """
 
     def __init__(self, tokens: int, cache: SharedContextCache, forest: Forest, device: torch.device):
@@ -49,7 +48,7 @@ class ContextTables:
 
     def follow(self, cache: SharedContextCache, forest: Forest) -> None:
         """Write the addresses and the schedule of a pass's contexts."""
-        nodes = {layer.index: _Nodes(layer.segments, None, layer.version) for layer in cache.attention_layers}
+        nodes = {layer.index: NodesAlone(layer.segments, layer.version) for layer in cache.attention_layers}
         self.by_shape.follow(forest, SuffixLengths(), nodes)
 
 
@@ -59,14 +58,6 @@ def _deepened(forest: Forest) -> Forest:
     more = range(len(forest.levels), _LEVELS)
     below = [Node(node.span[:1], node.row_start, node.row_count, depth) for depth in more for node in lowest]
     return Forest(forest.rows, [*forest.nodes, *below])
-
-
-class _Nodes(NamedTuple):
-    """Storage of a layer's nodes alone, see `StoredKV`."""
-
-    segments: dict[int, Segment]
-    suffix: None
-    version: object
 
 
 def context_forest(items: Sequence[PrefillItem], tokens: int) -> Forest:
@@ -116,16 +107,14 @@ def takes_captured_passes(
 class PaddedPass:
     """Buffers and attention of a captured prefill pass over a row of fixed length that ends in padding.
 
-    Args:
-        runs: ``[tokens]`` int64 on the device: number of each token's run; None if there is one run.
-        tables: Tables of the tokens' contexts, if any has one.
+    `runs` is the number of each token's run, ``[tokens]`` int64 on the device, None if there is one run; `tables` are
+    those of the tokens' contexts, if any has one.
 
     Attributes:
         likes: Parts of tokens by layer and number of the part, from the first pass: ``[heads, tokens, width]`` on
             the meta device.
         places: For each part, its buffer and its place there.
-        scorings: By layer, the score options of the latest pass.
-        by: By layer, whose operators computed its attention.
+        scorings, by: By layer, the score options of the latest pass, and whose operators computed its attention.
     """
 
     operators: ClassVar[str] = "each node once, causal attention by {}, merged with its context, captured"
@@ -159,10 +148,7 @@ class PaddedPass:
         return buffers
 
     def write(self, layer: int, parts: Segment) -> Segment:
-        """Write a layer's tokens ``[rows, heads, tokens, width]`` row by row; returns them as it attends to them.
-
-        In the first pass, note what they are like.
-        """
+        """Write a layer's tokens ``[rows, heads, tokens, width]``, or first note their shapes; returns them."""
         for number, part in enumerate(parts):
             tokens = part.transpose(0, 1).flatten(1, 2)
             if (place := self.places.get((layer, number))) is not None:
@@ -270,22 +256,10 @@ class PaddedRows(PaddedPass):
         return out.transpose(1, 2)
 
 
-def _buffers(layout: ModelLayout, hidden: Tensor) -> dict[int, Segment]:
-    """Memory for the inputs' keys and values by layer, ``[kv_heads, rows * tokens, head_dim]`` each."""
-    count = hidden.shape[0] * hidden.shape[1]
-    return {
-        layer: Segment(
-            *(hidden.new_empty(store.kv_heads, count, width) for width in (store.head_dim, store.value_dim))
-        )
-        for layer, store in layout.cross.items()
-    }
-
-
 class InputsOfAPass(CapturedInputs):
     """Writes the keys and values of a captured pass's inputs to buffers.
 
-    Args:
-        hidden: The encoder's output, ``[rows, tokens, width]``, of which the graph reads this tensor.
+    The graph reads the tensor `hidden`, the encoder's output, ``[rows, tokens, width]``.
     """
 
     layers = ()
@@ -293,13 +267,20 @@ class InputsOfAPass(CapturedInputs):
     def __init__(self, view: CapturedCache, inputs: EncodedInputs, hidden: Tensor, layout: ModelLayout):
         outputs = inputs.arguments[ENCODER_OUTPUTS]
         self.arguments = inputs.arguments | {ENCODER_OUTPUTS: type(outputs)(last_hidden_state=hidden)}
-        self.tokens, self._segments = hidden.shape[1], _buffers(layout, hidden)
+        self.tokens = hidden.shape[1]
+
+        def buffer(store: Store, width: int) -> Tensor:  # [kv_heads, rows * tokens, width]
+            return hidden.new_empty(store.kv_heads, len(hidden) * self.tokens, width)
+
+        self._segments = {
+            layer: Segment(buffer(store, store.head_dim), buffer(store, store.value_dim))
+            for layer, store in layout.cross.items()
+        }
         self._cache = ref(view)  # which holds this object: a cycle would keep the buffers until it is collected
         self._lease: ref[Lease] | None = None  # to the object that the latest reader holds
 
     @property
     def are_free(self) -> bool:
-        """Whether no cache reads the buffers."""
         return self._lease is None or self._lease() is None
 
     def lend(self, cache: SharedContextCache) -> None:
@@ -311,7 +292,6 @@ class InputsOfAPass(CapturedInputs):
 
     @property
     def view(self) -> CrossView:
-        """The cache as decoders take it."""
         cache = self._cache()
         assert cache is not None
         return CrossView(cache, self, self._attend)

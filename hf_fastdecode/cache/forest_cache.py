@@ -48,7 +48,6 @@ class ForestCache(Cache):
 
     @property
     def forest(self) -> Forest:
-        """Nodes over this cache's rows."""
         return self.state.forest if self.state.forest is not None else Forest(0)
 
     @property
@@ -59,7 +58,6 @@ class ForestCache(Cache):
 
     @property
     def rows(self) -> int:
-        """Number of rows (sequences)."""
         return self.forest.rows
 
     @property
@@ -69,12 +67,10 @@ class ForestCache(Cache):
 
     @property
     def attention_layers(self) -> list[SharedContextLayer]:
-        """The layers with keys and values of every token, in order."""
         return [layer for layer in self.layers if isinstance(layer, SharedContextLayer)]
 
     @property
     def state_layers(self) -> list[StateLayer]:
-        """The layers with a state per row, in order."""
         return [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     def forget_states(self, path: Path) -> None:
@@ -85,7 +81,6 @@ class ForestCache(Cache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether all rows are empty."""
         return not self.suffix_length and not any(self.forest.context_lengths)
 
     @property
@@ -117,10 +112,9 @@ class ForestCache(Cache):
     def prefilling(
         self, items: Sequence[PrefillItem], rows: Tensor | None = None, *, divide: bool = False, tensors: bool = False
     ) -> Iterator[None]:
-        """Context in which a forward pass over the items' tokens fills their spans.
+        """Context in which a forward pass over the items' tokens, packed into one row, fills their spans.
 
         Args:
-            items: The runs of tokens, packed into one row.
             rows: ``[rows, width]`` bool: where the pass's rows have tokens, if each item is a row of its own.
             divide: Whether processes may divide the pass, whose part here is then `Pass.divided`.
             tensors: Whether the pass attends by transformers' own attention and masks: by rows, to nothing stored. To
@@ -160,11 +154,9 @@ class ForestCache(Cache):
             state.suffix_rows = {}
 
     def set_forest(self, forest: Forest, length: int | None = None) -> None:
-        """Set the nodes that rows attend to, and drop the suffixes and what was expanded of nodes.
+        """Set the nodes that rows attend to, which must be filled; drop the suffixes and what was expanded of nodes.
 
-        Args:
-            forest: The nodes; their spans must be filled.
-            length: Padded length of the rows so far, as `get_seq_length` reports it; the longest row when None.
+        `length` is the padded length of the rows so far, as `get_seq_length` reports it; the longest row when None.
         """
         longest = max(forest.context_lengths, default=0)
         if length is not None and length < longest:
@@ -296,14 +288,8 @@ class ForestCache(Cache):
         """Begin rows anew, each after its path of nodes and with an empty suffix, instead of the rows so far.
 
         Neither nodes nor other rows' suffixes are copied. Rows of one path should be neighbours, see `select_rows`.
-        From then on, ids of suffixes' tokens are not known.
-
-        Args:
-            paths: The paths, by row.
-
-        Raises:
-            IndexError: There is no such row.
-            ValueError: Layers have states, and none at the end of a path.
+        From then on, ids of suffixes' tokens are not known. Raises IndexError where there is no such row, ValueError
+        where layers have states, and none at the end of a path.
         """
         if out_of_range := [row for row in paths if not 0 <= row < self.rows]:
             raise IndexError(f"row {out_of_range[0]} is not among the cache's rows 0..{self.rows - 1}")
@@ -318,7 +304,6 @@ class ForestCache(Cache):
         self.state.padded_length = self.state.longest_row + padding
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row ``i`` by row ``beam_idx[i]``."""
         self.select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -345,11 +330,8 @@ def consolidate(cache: ForestCache, copying: AbstractContextManager[object] | No
 
     A segment that is less than half used is replaced by a copy of the used part. Tokens used by several nodes are not
     merged into one of them, which would store them twice. Protected segments are never copied. Nothing is copied
-    without a gain, or where nodes are divided between processes.
-
-    Args:
-        cache: A cache whose forest is set, with empty suffixes; unchanged if memory for copies runs out.
-        copying: Context in which copies are allocated, before the cache changes.
+    without a gain, or where nodes are divided between processes. The cache's suffixes are empty; it is unchanged if
+    memory for copies, which are allocated in the context `copying`, runs out.
     """
     if cache.state.division.is_divided:  # other places would be on other processes
         return
@@ -397,7 +379,6 @@ class _UsedTokens:
         self.nodes = Counter(self.run_of(node.span) for node in forest.nodes)
 
     def run_of(self, span: Span) -> Span:
-        """The run that contains a node's span."""
         return self.runs[bisect_right(self._starts, _start(span)) - 1]
 
 

@@ -68,12 +68,6 @@ class StoredLayer:
         return self.state.forest
 
     @property
-    def step_forest(self) -> Forest:
-        """The part of the forest that steps read as this process stores it, see `SharedState.step_forest`."""
-        stored = self.state.step_forest
-        return self.forest if stored is None else stored
-
-    @property
     def segments(self) -> dict[int, Segment]:
         """Nodes as the kernels read them."""
         return {number: self.storage.read_by_kernels(parts) for number, parts in self.storage.segments.items()}
@@ -88,7 +82,6 @@ class StoredLayer:
 
     @property
     def version(self) -> object:
-        """Another object whenever storage has moved."""
         return self.storage.version
 
     @property
@@ -98,19 +91,12 @@ class StoredLayer:
         return stored * store.stock_numbers // store.numbers if store.stock_numbers else stored
 
     def attend_nodes(self, query: Tensor, scale: float) -> Partial:
-        """Attention ``[rows, heads, queries, head_dim]`` to the nodes stored here, of which there must be any.
-
-        By PyTorch's operators, in fp32.
-        """
-        nodes = self.storage.nodes_for_steps()
-        return nodes_attention(query, self.step_forest, nodes, scale, backend=self.state.torch_backend)
-
-    def of_all_processes(self, part: Partial) -> Partial:
-        """Attention to all keys, of the partial over those stored here: one collective where they are divided."""
-        return self.state.division.merge(part)
+        """Attention ``[rows, heads, queries, head_dim]`` to the nodes here, at least one, in fp32."""
+        nodes, forest = self.storage.nodes_for_steps(), self.state.step_forest
+        assert forest is not None
+        return nodes_attention(query, forest, nodes, scale, backend=self.state.torch_backend)
 
     def note(self, scoring: Scoring) -> None:
-        """Remember the score options of the current pass."""
         self.window, self.report_note = scoring.window, scoring.report_note
 
     def report(self, phase: str, did: str, why: str = "") -> None:
@@ -161,12 +147,7 @@ class EagerNodes:
 
 @dataclass(frozen=True)
 class ExpandedOfStep(ExpandedKV):
-    """The expanded nodes of a layer in a step.
-
-    Attributes:
-        tables: Those of a captured step, which finds the nodes by them; None in an eager one.
-        eager: The nodes of an eager step; None in a captured one.
-    """
+    """The expanded nodes of a layer: `tables` find them in a captured step, `eager` has them in an eager one."""
 
     index: int
     widths: Widths
@@ -215,7 +196,6 @@ class DecodeKV(SharedKV):
 
     @cached_property
     def values(self) -> Tensor:
-        """The new values, as `keys`."""
         return self.layer.storage.read_by_kernels(self.parts).values
 
     def attend(self, query: Tensor, scoring: Scoring) -> Tensor:
@@ -236,10 +216,7 @@ class DecodeKV(SharedKV):
         return Partial(out.to(query.dtype), lse)
 
     def append(self) -> ForestKV:
-        """Write the new tokens and return all keys and values for PyTorch's operators; reordered rows are copied.
-
-        Where processes divide them, those that this one stores.
-        """
+        """Write the new tokens; returns all that is stored here for PyTorch's operators, reordered rows copied."""
         storage, step = self.layer.storage, self.step
         assert step.before is not None
         assert step.stored is not None
@@ -263,7 +240,8 @@ class DecodeKV(SharedKV):
 
     def _tables(self, query: Tensor, scoring: Scoring) -> StepTables:
         """Tables that describe the step, for layers like this one on the query's device."""
-        layer, state, forest, device = self.layer, self.layer.state, self.layer.step_forest, query.device
+        layer, state, forest, device = self.layer, self.layer.state, self.step.stored, query.device
+        assert forest is not None
         shape, dominate = HeadShape.of(query[:, :, :1], self.keys, scoring), state.own_nodes_dominate
 
         def make() -> StepTables:
@@ -324,9 +302,7 @@ class DecodeKV(SharedKV):
 class PrefillKV(SharedKV):
     """Prefill handle: runs of tokens, each causal over itself and its own context, that storage already holds.
 
-    Args:
-        parts: Tokens that this process computes.
-        whole: All tokens of the pass; the same unless processes divide it.
+    `parts` are tokens that this process computes, `whole` all tokens of the pass: the same unless processes divide it.
     """
 
     def __init__(self, layer: StoredLayer, parts: Segment, whole: Segment):

@@ -16,12 +16,11 @@ from weakref import ref
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from .._compat import is_fsdp2, local_part
 from ..attention.overrides import OwnCode, overrides_of, own_code_of
 from ..errors import Unsupported
-from .layers.attention import REMEDY, SharedContextLayer, other_heads
+from .layers.attention import REMEDY, PlainLayer, SharedContextLayer, other_heads
 from .layers.latent import ExpandsLatents, LatentStorage
 from .layers.own import AttendsByItself, OwnStorage
 from .layers.state import StateAndAttentionLayer, StateLayer
@@ -46,11 +45,9 @@ class ModelLayout:
     """The stores of each layer of a model.
 
     Attributes:
-        model_type: transformers' name of the architecture.
         layers: For each layer its stores: none, one, or several. Behind them, those of layers that run again over a
             cache of their own.
         types: For each layer its name in the config's ``layer_types``, given or derived.
-        borrowing: Number of last layers that read what others store.
         own: Layers that attend by themselves, by index; of a model only. Configs name them in a property,
             ``layers_that_attend_by_themselves``.
         expanding: Layers that make keys and values of latents, by index; of a model only, and where overrides know
@@ -60,7 +57,6 @@ class ModelLayout:
     model_type: str
     layers: tuple[tuple[Store, ...], ...]
     types: tuple[str, ...]
-    borrowing: int = 0
     own: Mapping[int, AttendsByItself] = field(default_factory=dict)
     expanding: Mapping[int, ExpandsLatents] = field(default_factory=dict)
 
@@ -94,14 +90,11 @@ class ModelLayout:
             layers = [_with_cross(stores) for stores in layers]
         again = run_again(text)
         layers, types = layers + [layers[index] for index in again], (*types, *(types[index] for index in again))
-        return cls(config.model_type, tuple(layers), types, borrowing)
+        return cls(config.model_type, tuple(layers), types)
 
     @classmethod
     def of(cls, model: PreTrainedModel, modules: Iterable[nn.Module] | None = None) -> ModelLayout:
-        """The layout of a model, with heads as its layers have them on this device, and its own layers.
-
-        `modules` are the model's, where the caller has them already.
-        """
+        """The layout of a model, of these modules, with heads as its layers have them here, and its own layers."""
         found = cls.from_config(model.config)
         layers, own, expanding = list(found.layers), dict[int, AttendsByItself](), dict[int, ExpandsLatents]()
         plan = getattr(model, "tp_plan", None) or {}  # by modules' names, whose last part tells projections apart
@@ -133,22 +126,18 @@ class ModelLayout:
         return replace(found, layers=tuple(layers), own=own, expanding=expanding)
 
     def __iter__(self) -> Iterator[tuple[int, Store]]:
-        """Each store with the index of its layer."""
         return ((index, store) for index, stores in enumerate(self.layers) for store in stores)
 
     @cached_property
     def per_token(self) -> dict[int, Store]:
-        """By layer, the stores with keys and values of every token."""
         return {index: store for index, store in self if store.kind in PER_TOKEN}
 
     @cached_property
     def states(self) -> dict[int, Store]:
-        """By layer, the stores with a state per row."""
         return {index: store for index, store in self if store.kind is Kind.STATE}
 
     @cached_property
     def cross(self) -> dict[int, Store]:
-        """By layer, the stores with keys and values of another sequence."""
         return {index: store for index, store in self if store.kind is Kind.CROSS}
 
     @property
@@ -178,7 +167,6 @@ class ModelLayout:
 
     @property
     def smallest_window(self) -> int | None:
-        """The smallest window of any layer; None if no layer has one."""
         return min((store.window for _, store in self if store.window is not None), default=None)
 
     @property
@@ -314,41 +302,23 @@ def part_here(projection: Any, *, whole: bool) -> tuple[int, int]:
     return local.shape[0], weight.shape[0]
 
 
-class EmptyLayer(CacheLayerMixin):
+class EmptyLayer(PlainLayer):
     """Takes the place of a layer that stores nothing, so that the others keep their indices."""
-
-    is_sliding = False
-    is_croppable = True
-    appended = 0
 
     def __init__(self, state: SharedState):
         super().__init__()
         self.state = state
         self.ran: dict[str, str] = {}
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """No-op: there is nothing to allocate."""
-
     def captured(self, state: SharedState, buffers: Iterator[Any]) -> EmptyLayer:
-        """The layer in the view of a captured pass."""
         return self
 
     def for_nodes_of(self, state: SharedState) -> EmptyLayer:
-        """This layer for another cache."""
         return EmptyLayer(state)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse tokens, as `SharedContextCache.update` does before with a better message."""
         raise TypeError("this cache layer stores nothing")
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.state.padded_length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.state.padded_length
-
-    def get_max_length(self) -> int:
-        return -1
 
     def reset(self) -> None:
         """No-op: there are no tokens."""
@@ -358,10 +328,7 @@ CacheLayer = SharedContextLayer | StateLayer | EmptyLayer
 
 
 def layers_of(layout: ModelLayout, state: SharedState, held: Sequence[CacheLayer]) -> list[CacheLayer]:
-    """The layers of a cache for a model: new ones, or those held, which are then known to be the model's.
-
-    Raises ValueError if those held have tokens of a model with other layers.
-    """
+    """The layers of a cache for a model: new ones, or those held; ValueError if these have tokens of other layers."""
     if held and len(held) != len(layout.layers):
         raise ValueError(f"the cache holds {len(held)} layers, the model has {len(layout.layers)}; {REMEDY}")
     return [_layer_of(layout, state, index, held[index] if held else None) for index in range(len(layout.layers))]

@@ -32,8 +32,7 @@ from .stores import Store
 class FirstPass(Protocol):
     """Replaces the first forward pass of a decoding loop: prefills an empty cache with its prompts.
 
-    Attributes:
-        stock: Fallback cache for prompts that cannot share; None where the model makes its own.
+    `stock` is the fallback cache for prompts that cannot share; None where the model makes its own.
     """
 
     stock: Cache | None
@@ -181,7 +180,6 @@ class SharedContextCache(ForestCache):
 
     @property
     def node_tokens(self) -> int:
-        """Tokens in node storage, each counted once."""
         return sum(self.state.segment_lengths)
 
     @property
@@ -266,12 +264,8 @@ class SharedContextCache(ForestCache):
     def all_or_nothing(self, rows: int = 0, queries: int = 0) -> Iterator[None]:
         """Context of a forward pass: tokens are appended to every layer, or on failure to none.
 
-        Args:
-            rows: Rows of the pass, and `queries` its tokens per row; of a cache without keys and values nothing else
-                tells.
-
-        Raises:
-            ValueError: The pass appended to some layers only, or rows have lost their states to a pass that failed.
+        Its `rows` and `queries`, tokens per row, nothing else tells of a cache without keys and values. Raises
+        ValueError where the pass appended to some layers only, or rows have lost their states to a pass that failed.
         """
         state, suffixes = self.state, self.state.suffixes
         forest, layers, before, ids = state.forest, (list(self.layers), self.stores), suffixes.lengths, suffixes.ids
@@ -314,7 +308,6 @@ class SharedContextCache(ForestCache):
                 layer.appended = 0
 
     def _check_states(self, rows: int, queries: int) -> None:
-        """Raise ValueError for a pass of `rows` rows, of `queries` tokens each, that cannot continue their states."""
         if not (layers := self.state_layers) or self.state.forest is None:
             return
         if rows != self.rows:
@@ -393,7 +386,6 @@ class SharedContextCache(ForestCache):
             )
 
     def _require_active(self, what: str) -> None:
-        """Fail outside of passes that can read the cache; passes by transformers' own attention always can."""
         if lengths_of_pass() is None and self.state.current.tensors is None:
             raise NotATensorError(what, "states")
 
@@ -487,10 +479,7 @@ def next_positions(cache: SharedContextCache, queries: int) -> Tensor:
 
 
 def require_next(cache: SharedContextCache, position_ids: Tensor) -> None:
-    """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`.
-
-    It is for layers that rotate suffixes by their places in them.
-    """
+    """Raise ValueError for positions ``[rows or 1, queries]`` other than `next_positions`, by which layers rotate."""
     rows, queries = position_ids.shape
     if cache.rows not in (0, 1, rows) and rows != 1:
         return  # whose number of rows the cache refuses

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -32,7 +32,6 @@ class PrefillItem:
 
     @property
     def position(self) -> int:
-        """Position of the first token in its row."""
         return sum(span.length for span in self.context)
 
 
@@ -57,8 +56,7 @@ class Pass:
     kernels append; a prefill's padded buffers.
 
     Attributes:
-        items: Runs of tokens packed into a pass of prefill; () in a step.
-        spans: Their spans, adjacent ones joined.
+        items, spans: Runs of tokens packed into a pass of prefill, () in a step; their spans, adjacent ones joined.
         runs: What each of these tokens sees; None in a step.
         contexts: Where nodes are divided between processes, the spans that the pass reads, on any of them.
         own_tokens: Tokens of the items that this process stores; None for all.
@@ -67,13 +65,10 @@ class Pass:
             when tokens are packed into one row, or are one row without padding.
         tensors: In prefill by transformers' own attention and masks, the pass's rows and their width: layers return
             the keys and values that they are given. Otherwise None.
-        before: The lengths of suffixes before a step; None in prefill.
-        queries: Tokens that a step appends to each suffix.
-        forest: The cache's forest in a step.
-        stored: The part of `forest` that a step reads as this process stores it, see `SharedState.step_forest`.
+        before, queries: In a step, the lengths of suffixes before it, and the tokens that it appends to each.
+        forest, stored: The cache's forest in a step, and the part that a step reads as this process stores it, see
+            `SharedState.step_forest`.
         capacity: Tokens that suffixes must have room for.
-        division: How suffixes are divided between processes.
-        torch_backend: PyTorch's operators, where these compute.
         tables: Kernel tables of a captured step, by layer; None where layers make them.
         origins: For a captured step of rows that may be reordered, ``[rows, capacity]`` int32: see `SuffixOrigins`.
         expanded: By layer, the expanded nodes of a captured step; None where layers find them.
@@ -136,13 +131,6 @@ def _positions_in(rows: Tensor, tokens: int) -> Tensor | None:
     return None if len(rows) == 1 else torch.arange(tokens, device=rows.device)
 
 
-class MadeTables(NamedTuple):
-    """Kernel tables, and whether they were made while own nodes held most keys."""
-
-    tables: StepTables
-    dominate: bool
-
-
 @dataclass
 class SharedState:
     """State shared by all layers of one cache.
@@ -151,8 +139,8 @@ class SharedState:
         forest: Nodes over the rows; None while the number of rows is unknown.
         padded_length: Tokens in the longest row, including the padding of the caller's ``input_ids``.
         max_suffix: Upper bound on suffix tokens, if known; bounds allocation.
-        backend: One of `torch_operators.BACKENDS`.
-        tables: Kernel inputs other than keys and values, by device and heads of a layer.
+        tables: Kernel inputs other than keys and values, by device and heads of a layer, each with whether it was made
+            while own nodes held most keys.
         current: The pass in progress; one without items between passes.
         suffix_rows: While prompts are prefilled into suffixes, the row of each segment number that stands for one.
         segment_lengths: Tokens of each storage segment.
@@ -174,7 +162,7 @@ class SharedState:
     padded_length: int = 0
     max_suffix: int | None = None
     backend: Backend = "auto"
-    tables: dict[tuple[torch.device, HeadShape], MadeTables] = field(default_factory=dict)
+    tables: dict[tuple[torch.device, HeadShape], tuple[StepTables, bool]] = field(default_factory=dict)
     current: Pass = field(default_factory=Pass)
     suffix_rows: Mapping[int, int] = field(default_factory=dict)
     segment_lengths: list[int] = field(default_factory=list)
@@ -239,9 +227,7 @@ class SharedState:
     def expand(self, layers: Sequence[Any], free_memory: Callable[[torch.device], int]) -> None:
         """Make the keys and values of nodes with latents for which that pays, as the steps of a call read them.
 
-        Args:
-            layers: All layers with keys and values of every token.
-            free_memory: Free bytes on a device.
+        `layers` are all that store keys and values of every token; `free_memory` gives the free bytes on a device.
         """
         latents = {layer.index: layer.storage for layer in layers if isinstance(layer.storage, LatentStorage)}
         alike = len(latents) == len(layers) and all(layer.store.window is None for layer in layers)
@@ -263,11 +249,10 @@ class SharedState:
         self, device: torch.device, shape: HeadShape, forest: Forest, make: Callable[[], StepTables], *, dominate: bool
     ) -> StepTables:
         """Tables of layers of this shape, made anew when they no longer suit the batch."""
-        known = self.tables.get((device, shape))
-        same = known is not None and (known.tables.rows, known.dominate) == (forest.rows, dominate)
-        if known is None or not same or not known.tables.fits(forest):
-            known = self.tables[device, shape] = MadeTables(make(), dominate)
-        return known.tables
+        tables, made_so = self.tables.get((device, shape), (None, None))
+        if tables is None or made_so != dominate or tables.rows != forest.rows or not tables.fits(forest):
+            self.tables[device, shape] = tables, _ = make(), dominate
+        return tables
 
     def stored_length(self, segment: int) -> int:
         """Tokens of a segment that this process stores."""

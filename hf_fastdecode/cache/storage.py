@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -74,7 +76,6 @@ class TokenStorage:
         return self.segments, self.suffix if origins is None and self.suffix else self.ordered_suffix(origins)
 
     def empty(self) -> TokenStorage:
-        """An empty storage of the same layout."""
         return type(self)()
 
     def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
@@ -106,26 +107,20 @@ class TokenStorage:
 
     @property
     def suffix_bytes(self) -> int:
-        """Bytes allocated for suffixes."""
         return sum(part.nbytes for part in self.suffix or ())
 
     @property
     def capacity(self) -> int:
-        """Allocated tokens per suffix."""
         return 0 if self.suffix is None else self.suffix[0].shape[2]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of segments and suffixes."""
         stored = [*self.segments.values(), *([self.suffix] if self.suffix is not None else [])]
         return [part for parts in stored for part in parts]
 
     def segment(self, number: int, length: int, like: Segment) -> Segment:
         """Get a segment, or allocate it for `length` tokens with the shape of `like`, ``[heads, ..., width]``."""
         if number not in self.segments:
-            keys, values = like
-            self.segments[number] = Segment(
-                _allocate(keys, (keys.shape[0], length)), _allocate(values, (values.shape[0], length))
-            )
+            self.segments[number] = _map(like, lambda part: _allocate(part, (part.shape[0], length)))
         return self.segments[number]
 
     def write_nodes(self, spans: Iterable[Span], new: Segment) -> None:
@@ -153,9 +148,7 @@ class TokenStorage:
     def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
         """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
 
-        Args:
-            like: Example parts, each ending in ``[heads, tokens, width]``.
-            most: Upper bound for doubling, if known.
+        `like` are example parts, each ending in ``[heads, tokens, width]``; `most` is a bound for doubling, if known.
         """
         if self.suffix is not None and tokens <= self.capacity:
             return False
@@ -190,11 +183,7 @@ class TokenStorage:
         return self.keys_and_values(_map(nodes, lambda part: part[0]))
 
     def append(self, new: Segment, before: SuffixLengths, shard: Shard = WHOLE) -> None:
-        """Write tokens, each part ``[rows, heads, tokens, width]``, after the tokens `before` them.
-
-        Args:
-            shard: What this process stores of each suffix: other tokens are left out.
-        """
+        """Write tokens, each part ``[rows, heads, tokens, width]``, that the shard stores, after those `before`."""
         assert self.suffix is not None
         if shard is not WHOLE:
             self._append_stored(new, before, shard)
@@ -229,9 +218,7 @@ class TokenStorage:
     ) -> Segment:
         """Copy the first `length` tokens of all suffixes into one segment, row ``i``'s from ``i * length`` on.
 
-        Args:
-            starts: The positions at which suffixes begin.
-            shard: What this process stores of each suffix; the segment is as much of the one with all tokens.
+        Suffixes begin at the positions `starts`; the segment is what the shard stores of the one with all tokens.
         """
         wanted = torch.is_grad_enabled()  # leaving inference mode would enable gradients
         with torch.inference_mode(False), torch.set_grad_enabled(wanted):  # as `_allocate`
@@ -256,14 +243,38 @@ class TokenStorage:
         self.replace_suffixes(selected)
 
     def replace_segments(self, segments: dict[int, Segment]) -> None:
-        """Replace all segments."""
         self.segments = segments
         self.version = object()
 
     def replace_suffixes(self, suffix: Segment | None) -> None:
-        """Replace all suffixes, by none if None."""
         self.suffix = suffix
         self.version = object()
+
+
+class StorageOfLayer(TokenStorage):
+    """A storage whose tokens the model's layer turns into keys and values: that of the latest pass, not kept alive."""
+
+    def __init__(self, layer: ref[Any] | None):
+        super().__init__()
+        self.layer = layer
+
+    def known_layer(self, stored: str) -> Any:
+        """The layer; raises ValueError, which names what is stored, where the model is gone from this process."""
+        layer = None if self.layer is None else self.layer()
+        if layer is None:
+            raise ValueError(
+                f"this cache stores {stored}, and the model whose layers make them is gone; keep the model, or "
+                "prefill the whole text again"
+            )
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageOfLayer:
+        twin = memo[id(self)] = copy.copy(self)
+        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
+        return twin
 
 
 def _bytes_per_token(parts: Segment | None) -> int:
@@ -271,34 +282,21 @@ def _bytes_per_token(parts: Segment | None) -> int:
 
 
 def _map(parts: Segment, change: Callable[[Tensor], Tensor]) -> Segment:
-    """Apply a function to each part."""
     return Segment._make(map(change, parts))
 
 
 def _allocate(part: Tensor, shape: Sequence[int]) -> Tensor:
-    """Allocate a tensor with the part's width and dtype.
-
-    Never an inference tensor, which could be written only in inference mode.
-    """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return part.new_empty(*shape, part.shape[-1])
-    return part.new_empty(*shape, part.shape[-1])
+    """A tensor with the part's width and dtype; never an inference tensor, which only inference mode may write."""
+    with torch.inference_mode(False):
+        return part.new_empty(*shape, part.shape[-1])
 
 
 class SuffixOrigins:
     """Maps each token of each row's suffix to the storage row that holds its keys and values.
 
     New tokens go to the row's own storage row. When beam search reorders rows at every step, only this table is
-    permuted, once for all layers; keys and values stay in place.
-
-    Where suffixes are divided between processes, the table is of those tokens that this one stores. Lengths are those
-    of whole suffixes.
-
-    Args:
-        length: Tokens in each row, all in its own storage row.
-        device: Device of the first layer's keys and values.
-        shard: What this process stores of each suffix.
+    permuted, once for all layers; keys and values stay in place. Where suffixes are divided between processes, the
+    table is of those tokens that this one stores (`shard`). Lengths are those of whole suffixes.
     """
 
     def __init__(self, rows: int, length: int, device: torch.device, shard: Shard = WHOLE):
@@ -325,7 +323,6 @@ class SuffixOrigins:
         self._length = length
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens only."""
         self._length = min(self._length, self._shard.count(length))
 
     def select(self, rows: Tensor) -> None:
@@ -396,7 +393,6 @@ class SuffixIds:
         return SuffixIds((known.scatter_(1, at, ids),))
 
     def first(self, tokens: int) -> SuffixIds:
-        """The first `tokens` of every row."""
         if tokens >= self.length or not self._parts:
             return self
         return SuffixIds((self.known(len(self._parts[0]))[:, :tokens],))
@@ -479,13 +475,9 @@ class Suffixes:
             self._copy_rows(torch.arange(len(counts), device="cpu"), storages)
 
     def select(self, rows: Tensor, before: int, storages: Sequence[TokenStorage], shard: Shard) -> None:
-        """Replace row ``i`` by row ``rows[i]``.
+        """Replace row ``i`` by row ``rows[i]``, for `rows` ``[rows]`` int64 on the CPU.
 
         If the number of rows is unchanged, keys and values are not copied, see `SuffixOrigins`.
-
-        Args:
-            rows: ``[rows]`` int64, on the CPU.
-            shard: What this process stores of each suffix.
         """
         per_row = self.lengths.per_row
         if per_row is not None:

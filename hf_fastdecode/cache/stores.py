@@ -114,7 +114,6 @@ class Store:
 
     @property
     def attention(self) -> str:
-        """``MHA``, ``GQA`` or ``MQA``."""
         if self.kv_heads == self.query_heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"

@@ -119,29 +119,22 @@ def _synthetic_features(config: Any) -> Tensor:
 
 
 def read_features(file: Path) -> Tensor:
-    """Features, a safetensors file's ``input_features``; ValueError where it has none or they are not finite."""
+    """Features, a safetensors file's ``input_features``; ValueError where it has none."""
     try:
-        features = load_file(file)["input_features"].float()
+        return load_file(file)["input_features"].float()
     except Exception as error:  # no file, another format, another tensor
         raise ValueError(
             f"{file} holds no tensor input_features, [1, bands, frames], in safetensors ({type(error).__name__})"
         ) from error
-    if bad := _not_finite(features):
-        raise ValueError(f"{file} holds {bad} inf or nan in input_features; extract the features again")
-    return features
 
 
 def _checked_features(config: Any, features: Tensor) -> Tensor:
     expected = [1, config.num_mel_bins, 2 * config.max_source_positions]
     if list(features.shape) != expected:
         raise ValueError(f"calibration features must be of shape {expected}, got {list(features.shape)}")
-    if bad := _not_finite(features):
+    if bad := int(features.isfinite().logical_not().sum()):
         raise ValueError(f"calibration features hold {bad} inf or nan; extract them again")
     return features
-
-
-def _not_finite(features: Tensor) -> int:
-    return int(features.isfinite().logical_not().sum())
 
 
 def record(model: PreTrainedModel, family: Family, inputs: dict[str, Tensor]) -> list[AttentionInputs]:

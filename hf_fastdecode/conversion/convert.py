@@ -124,7 +124,6 @@ class _Conversion:
         self.report = self._describe()
 
     def groups(self, done: int, on_group: Callable[[int, int], None]) -> Iterator[tuple[dict[str, Tensor], Any]]:
-        """Yield tensors and reports of the groups that are not done yet."""
         self.stream.skip(done)
         for index in range(done, len(self.stream)):
             on_group(index, len(self.stream))

@@ -73,7 +73,6 @@ class PlanChoice:
     rope: Rope = "raw"
 
     def __post_init__(self) -> None:
-        """Check; PlanError where a field is unknown or out of bounds, or both a plan and a rank are given."""
         if isinstance(self.plan, str):
             if self.plan not in NAMED:
                 raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
@@ -228,10 +227,8 @@ class LayerConverter:
     def convert(self, index: int) -> ConvertedLayer:
         """Measure, choose and round.
 
-        Raises:
-            PlanError: The attention cannot have the plan that was asked for, or some layers' cross-attention is asked
-                to read the encoder's output and others' is not.
-            ValueError: The text is too short or not finite.
+        Raises PlanError where the attention cannot have the plan that was asked for, or some layers' cross-attention
+        alone is asked to read the encoder's output; ValueError where the text is too short or not finite.
         """
         layer_tensors, text = self.source(index)
         plain = self.family.plain(self.config, layer_tensors)
@@ -274,7 +271,6 @@ class LayerConverter:
 
     @cached_property
     def _plans(self) -> tuple[Sequence[str], ...]:
-        """Plans that attentions can have, in turns."""
         if not self.family.has_encoder:
             return (self.family.slim_config.plans,)
         return SELF_PLANS, CROSS_PLANS if self._reads_encoder() else PLANS

@@ -27,7 +27,11 @@ from .source import CheckpointError
 
 _STATE: Final = "conversion.json"
 _METADATA: Final = {"format": "pt"}
-_PLAIN: Final = {"shard_bytes": "shard size (`max_shard_size`)", "files": "source, or its files have changed"}
+_PLAIN: Final = {
+    "shard_bytes": "shard size (`max_shard_size`)",
+    "files": "source, or its files have changed",
+    "version": f"version of hf-fastdecode than {__version__}, which alone can continue it",
+}
 """Words for settings whose names say too little."""
 
 
@@ -40,8 +44,8 @@ class ShardWriter:
 
     A larger tensor is a separate shard. A shard begins with a group, from which a conversion of the same `settings`
     can be resumed. A CheckpointError where the target exists, another process writes it, a file is in place of the
-    staging folder, or an interrupted conversion is there that is not to be resumed, has other settings, is damaged, or
-    was begun by another version of this package.
+    staging folder, or an interrupted conversion is there that is not to be resumed, is damaged, or had other settings
+    or another version of this package.
     """
 
     def __init__(self, target: Path, limit: int, settings: Mapping[str, Any], *, resume: bool = False) -> None:
@@ -50,8 +54,7 @@ class ShardWriter:
         self.target, self.limit = target, limit
         self.folder = unfinished(target)
         self.state: dict[str, Any] = {
-            "version": __version__,
-            "settings": json.loads(json.dumps(settings)),
+            "settings": json.loads(json.dumps({"version": __version__, **settings})),
             "groups": 0,
             "shards": [],
             "hashes": [],
@@ -89,7 +92,6 @@ class ShardWriter:
         self._pending_reports.append(report)
 
     def flush(self) -> None:
-        """Write the pending groups."""
         split = split_torch_state_dict_into_shards(self._pending, max_shard_size=self.limit)
         for names in split.filename_to_tensors.values():
             file, _ = self._shard_files(len(self.state["shards"]) + 1)
@@ -142,12 +144,6 @@ class ShardWriter:
             state = None
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
             raise CheckpointError(f"{self.folder} holds no conversion that could be resumed; remove it")
-        if (version := state.get("version")) != __version__:
-            begun_by = "an older version" if version is None else f"version {version}"
-            raise CheckpointError(
-                f"the interrupted conversion in {self.folder} was begun by {begun_by} of hf-fastdecode, and this is "
-                f"{__version__}; continue with that one, or remove the folder"
-            )
         if state["settings"] != self.state["settings"]:
             changed = (name for name, one in self.state["settings"].items() if state["settings"].get(name) != one)
             first = min(changed, default="setting")

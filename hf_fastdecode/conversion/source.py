@@ -109,15 +109,6 @@ def _load_tensors(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_report(content: Any) -> bool:
-    """Whether a JSON value has the fields that conversions and checks read."""
-    layers = content.get("layers") if isinstance(content, dict) else None
-    if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
-        return False
-    from_keys = [layer for layer in layers if layer.get("plan") in ("k", "k+r")]
-    return all(isinstance(layer.get("value_error"), int | float) for layer in from_keys)
-
-
 class Checkpoint:
     """A folder with a config and weights, in safetensors or in PyTorch's format, in one file or in shards.
 
@@ -135,7 +126,6 @@ class Checkpoint:
         self.left_out: list[str] = []
 
     def rename(self, model_name: Callable[[str], str]) -> None:
-        """Rename tensors from the names in files, e.g. of older releases, to those in models."""
         self.locations = {model_name(name): location for name, location in self.locations.items()}
 
     def check(self, auto: Any, layers: str | None = None, unread: tuple[str, ...] = ()) -> None:
@@ -228,7 +218,6 @@ class Checkpoint:
         return other in self.locations and torch.equal(self.tensor(name), self.tensor(other))
 
     def unties(self) -> bool:
-        """Whether all tensors that the config ties to others are stored and differ from them."""
         return bool(self.tied) and all(name in self.locations and not self.repeats(name) for name in self.tied)
 
     def tensor(self, name: str) -> Tensor:
@@ -263,12 +252,13 @@ class Checkpoint:
                 shutil.copyfile(file, folder / file.name)
 
     def report(self) -> dict[str, Any] | None:
-        """Report of the conversion that made this checkpoint; None without a readable one."""
+        """Report of the conversion that made this checkpoint; None without one that has what is read of it."""
         try:
-            content = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            content: dict[str, Any] = json.loads((self.folder / REPORT).read_text(encoding="utf-8"))
+            errors = [layer["value_error"] for layer in content["layers"] if layer.get("plan") in ("k", "k+r")]
+        except (AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError):
             return None
-        return content if _is_report(content) else None
+        return content if content["layers"] and all(isinstance(one, int | float) for one in errors) else None
 
     def close(self) -> None:
         self._open = None

@@ -70,9 +70,8 @@ class NoWatchdog:
 class Offer:
     """A rank's part of an agreement (`Ranks.together`), and the result.
 
-    Attributes:
-        numbers: Up to 8; after the agreement each one's minimum over the ranks.
-        different: After the agreement, which of the compared fields differ between ranks; None if none does.
+    After it each of up to 8 `numbers` is the minimum over the ranks, and `different` says which of the compared fields
+    differ between ranks; None if none does.
     """
 
     def __init__(self) -> None:
@@ -84,8 +83,7 @@ class Offer:
     def compare(self, fields: Callable[[], Mapping[str, object]], what: str = "") -> None:
         """Compare fields by name, which are made where there are ranks to compare them with.
 
-        Args:
-            what: The call that differs, for a ValueError that all ranks then raise; without it, `different` tells.
+        If `what` names a call, all ranks raise ValueError where they differ; without it, `different` tells.
         """
         self.fields, self.what = fields, what
 
@@ -94,8 +92,7 @@ class Ranks:
     """The processes that compute a model together, numbered from 0 in their group: here one, which agrees with itself.
 
     Attributes:
-        count: Number of processes.
-        rank: This one's number.
+        count, rank: Number of processes, and this one's number.
         alone: Whether it need not agree on what is not agreed on, such as captured prefill.
         watchdog: Ends the calls of all when one fails.
     """
@@ -108,7 +105,6 @@ class Ranks:
         return tensors
 
     def smallest(self, *numbers: int) -> list[int]:
-        """Each number's minimum over the ranks."""
         return list(numbers)
 
     def all(self, *conditions: bool) -> list[bool]:
@@ -138,8 +134,7 @@ class Ranks:
     def pass_before_capture(self) -> AbstractContextManager[None]:
         """Context of a first pass that is not captured yet.
 
-        Raises:
-            PassFailedError: It failed on this one of several ranks, other than by `Unsupported`, which all raise.
+        Raises PassFailedError if it failed on this one of several ranks, other than by `Unsupported`, which all raise.
         """
         return nullcontext()
 
@@ -148,13 +143,10 @@ ALONE = Ranks()
 
 
 class Together(Ranks):
-    """Several processes, which communicate tensors of one device.
+    """Several processes, which communicate tensors of the model's device.
 
-    Args:
-        group: The group of the model's passes: as it is one, all collectives have one order.
-        device: That of the model.
-        watchdog: The group's.
-        model: What they compute, for errors.
+    As the group is that of the model's passes, all collectives have one order. `model` is what they compute, for
+    errors.
     """
 
     alone = False
@@ -207,7 +199,8 @@ class Together(Ranks):
         offer.numbers = numbers[: len(offer.numbers)]
         if succeeded and least == -most:
             return
-        failures, fields = zip(*self._gathered((_failure(error), made)), strict=True)
+        mine = None if error is None else (_kind(error), _text(error))
+        failures, fields = zip(*self._gathered((mine, made)), strict=True)
         if least != -most and all(fields):
             offer.different = differences(fields)
             if offer.what:
@@ -253,7 +246,6 @@ class Together(Ranks):
             ) from error
 
     def _gathered(self, one: Any) -> list[Any]:
-        """The objects of all ranks."""
         self.watchdog.step("an exchange of errors")
         found: list[Any] = [None] * self.count
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
@@ -270,10 +262,6 @@ def _kind(error: Exception) -> str:
 def _text(error: Exception) -> str:
     """An error's text for another process, with its class unless that is `Unsupported`."""
     return str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-
-
-def _failure(error: Exception | None) -> tuple[str, str] | None:
-    return None if error is None else (_kind(error), _text(error))
 
 
 def differences(fields: Sequence[Mapping[str, str]]) -> str:
@@ -321,18 +309,15 @@ def checksum(tensor: Tensor) -> int:
 
 
 def in_several_processes() -> bool:
-    """Whether this process belongs to a default group of several."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def splitting_groups(parameters: Iterable[Tensor]) -> list[ProcessGroup]:
     """The process groups over which parameters are split, as by tensor or expert parallelism; empty without one.
 
-    The first is one of most processes, which must include those of the others. The groups of a model whose passes
-    gather parameters (FSDP 2) are found too.
-
-    Raises:
-        Unsupported: No group has all processes, as with two dimensions of a mesh.
+    The first is one of most processes, which must include those of the others; Unsupported where no group has all
+    processes, as with two dimensions of a mesh. The groups of a model whose passes gather parameters (FSDP 2) are
+    found too.
     """
     if not in_several_processes() or "torch.distributed.tensor" not in sys.modules:
         return []
@@ -395,9 +380,8 @@ def require_sequence_group(option: object) -> None:
 def sequence_group(option: object) -> ProcessGroup | None:
     """The processes that an option ``sequence_parallel=`` names (``"auto"``: the default group); None for one alone.
 
-    Raises:
-        ValueError: torchrun started several processes, and there is no default group yet: each would keep all of the
-            context, unnoticed until memory runs out.
+    Raises ValueError where torchrun started several processes, and there is no default group yet: each would keep all
+    of the context, unnoticed until memory runs out.
     """
     if option is False:
         return None
@@ -417,10 +401,8 @@ def sequence_group(option: object) -> ProcessGroup | None:
 def common_group(splitting: ProcessGroup | None, dividing: ProcessGroup) -> ProcessGroup:
     """The processes that run the same calls, where some split a model and some divide contexts.
 
-    They are either the same ones, or those of a mesh of two dimensions, one for each, which has all processes.
-
-    Raises:
-        Unsupported: They are neither.
+    They are either the same ones, or those of a mesh of two dimensions, one for each, which has all processes; else
+    Unsupported.
     """
     if splitting is None:
         return dividing

@@ -37,7 +37,6 @@ from .shards import (
     GatheredContexts,
     OwnTokens,
     ReadsContexts,
-    ReadsGathered,
     Shard,
     Undivided,
     gathered,
@@ -55,10 +54,7 @@ GATHERED_TOKENS = 1 << 16
 
 
 class SequenceParallel(Undivided):
-    """The processes that divide nodes and suffixes, and what this one stores, by `shard` and `suffix_shard`.
-
-    All of the group's processes run the same calls.
-    """
+    """The processes that divide nodes and suffixes, and what this one stores, by `shard` and `suffix_shard`."""
 
     is_divided = True
     group: ProcessGroup
@@ -79,24 +75,18 @@ class SequenceParallel(Undivided):
         return partial(DividedStepTables, self)
 
     def shard_of(self, runs: Mapping[int, int], segment: int) -> Shard:
-        """The part of a segment that this process stores.
-
-        Args:
-            runs: Tokens of each suffix in segments that are made of suffixes, by number.
-        """
+        """The part of a segment stored here; `runs`: tokens of each suffix in segments made of suffixes, by number."""
         if (run := runs.get(segment)) is None:
             return self.shard
         return Shard(self.rank, self.ranks, self.suffix_shard.block, run)
 
     def stored(self, forest: Forest, runs: Mapping[int, int]) -> Forest:
-        """The part of a forest stored here; the same object for the same forest. `runs` is as for `shard_of`."""
         known = self._forests
         if known is None or known[0] is not forest:
             known = self._forests = forest, stored_forest(forest, partial(self.shard_of, runs))
         return known[1]
 
     def stored_suffixes(self, lengths: SuffixLengths) -> SuffixLengths:
-        """Tokens that this process stores of each suffix; the same object for the same lengths."""
         known = self._suffixes
         if known is None or known[0] != lengths:
             shard = self.suffix_shard
@@ -106,7 +96,6 @@ class SequenceParallel(Undivided):
         return known[1]
 
     def own_tokens(self, spans: Path) -> OwnTokens:
-        """The part stored here of tokens that a pass computes for these spans, one after the other."""
         indices, before = [torch.empty(0, dtype=torch.long, device="cpu")], 0
         for span in spans:
             indices.append(self.shard.stored_tokens(span.start, span.stop) - span.start + before)
@@ -116,11 +105,8 @@ class SequenceParallel(Undivided):
     def merge(self, own: Partial) -> Partial:
         """The partial over what all processes store, bitwise the same on all of them: one collective.
 
-        Args:
-            own: The partial over what this process stores; ``(0, -inf)`` where it stores nothing.
-
-        Raises:
-            ValueError: Gradients are needed.
+        `own` is over what this process stores; ``(0, -inf)`` where it stores nothing. ValueError where gradients are
+        needed.
         """
         if own.out.requires_grad:
             raise ValueError(
@@ -135,9 +121,7 @@ class SequenceParallel(Undivided):
     def whole(self, stored: Segment, span: Span, runs: Mapping[int, int]) -> Segment:
         """Keys and values of a whole span: ``[kv_heads, length, head_dim]`` each; one collective.
 
-        Args:
-            stored: The segment that this process stores of the whole one, ``[kv_heads, tokens, head_dim]`` each.
-            runs: As for `shard_of`.
+        Of what this process stores of its segment, ``[kv_heads, tokens, head_dim]`` each; `runs` as for `shard_of`.
         """
         shard = self.shard_of(runs, span.segment)
         order, longest = order_after_gather(shard, span.start, span.stop)
@@ -174,9 +158,7 @@ class SequenceParallel(Undivided):
         self, stored: Contexts, gather: Contexts, whole: Segment, runs: PackedRuns, contexts: Path
     ) -> ReadsContexts:
         read_here = {name for run in runs.runs for name in run.context if isinstance(name, Span)}
-        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
-        gathered = GatheredContexts(contexts, read_here, gather)
-        return ReadsGathered(gathered, whole, in_any_order=len(contexts) <= 1)
+        return GatheredContexts(contexts, read_here, gather, whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self
@@ -189,12 +171,7 @@ class SequenceParallel(Undivided):
 
 
 class DividedStepTables(StepTables):
-    """`StepTables` of the nodes and suffixes that this process stores; attention is merged with the others'.
-
-    Args:
-        parallel: The processes.
-        rows: As for `StepTables`, likewise the others; the forest is what this process stores of the whole one.
-    """
+    """`StepTables` of the nodes and suffixes that this process stores; attention is merged with the others'."""
 
     def __init__(
         self,
@@ -264,11 +241,8 @@ def partial_buffer(
 def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
     """The partial over the keys of all ranks: ``lse = logsumexp(lse_r)``, ``out = sum(exp(lse_r - lse) out_r)``.
 
-    The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``.
-
-    Args:
-        buffers: ``[ranks, elements]`` fp32: the `PartialBuffer.flat` of each rank.
-        shape: That of ``out``.
+    The sums are in the order of ranks. An empty shard has weight 0, and all empty ones stay ``(0, -inf)``. `buffers`
+    are ``[ranks, elements]`` fp32, the `PartialBuffer.flat` of each rank; `shape` is that of ``out``.
     """
     elements = prod(shape)
     out, lse = buffers[:, :elements].view(-1, *shape), buffers[:, elements:].view(-1, *shape[:-1])
@@ -282,9 +256,7 @@ def merged(buffers: Tensor, shape: Sequence[int]) -> Partial:
 def merge_over(group: ProcessGroup, buffer: PartialBuffer, dtype: torch.dtype | None = None) -> Partial:
     """The partial over the keys of all ranks of a group, bitwise the same on all of them; one collective.
 
-    Args:
-        buffer: That over the keys of this rank.
-        dtype: Of the result's ``out``; the buffer's when None.
+    The buffer is over the keys of this rank; the result's ``out`` has its dtype, or the given one.
     """
     by_rank, like = gathered(buffer.flat, group), buffer.partial
     if triton_is_installed() and _by_kernel(by_rank):
@@ -341,7 +313,8 @@ def sequence_parallel_plan(config: PreTrainedConfig) -> dict[str, str]:
     with torch.device("meta"):
         model = _class_of(config)
     usual: dict[str, str] = model.tp_plan or {}
-    attention = {_generic(name) for name, module in model.named_modules() if _attends(module)}
+    attending = (name for name, module in model.named_modules() if _attends(module))
+    attention = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in attending}  # as plans have them
     plan = {}
     for name, style in usual.items():
         if not any(name == one or name.startswith(f"{one}.") for one in attention):
@@ -370,8 +343,3 @@ def _class_of(config: PreTrainedConfig) -> PreTrainedModel:
 def _attends(module: nn.Module) -> bool:
     """Whether a module has the projections of one layer's attention."""
     return "layer_idx" in vars(module) and any(hasattr(module, name) for name in ("is_causal", "num_key_value_groups"))
-
-
-def _generic(name: str) -> str:
-    """A module's name with ``*`` for numbers, as plans have it."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -52,12 +52,6 @@ class Shard:
     block: int = 1  # consecutive tokens of a run on one rank
     run: int | None = None  # tokens of each of the runs that a segment consists of; None for one of any length
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"a rank must be in 0..{self.ranks - 1}, got {self.rank}")
-        if self.block < 1:
-            raise ValueError(f"a block must have at least 1 token, got {self.block}")
-
     @property
     def counts_sinks(self) -> bool:
         """Whether this rank's partial holds the attention sinks, which are keys of no token: one rank's does."""
@@ -118,9 +112,7 @@ WHOLE = Shard(0, 1)
 def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
     """The forest of a rank's stored tokens, over the same rows; nodes of which it has no token are left out.
 
-    Args:
-        forest: The whole one.
-        shard_of: What the rank stores of a segment, by number.
+    `shard_of` gives what the rank stores of a segment, by number.
     """
 
     def stored(path: Path) -> Path:
@@ -133,11 +125,7 @@ def stored_forest(forest: Forest, shard_of: Callable[[int], Shard]) -> Forest:
 def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int]:
     """Positions of tokens ``start .. stop - 1`` in the parts of all ranks, gathered and padded alike.
 
-    Args:
-        shard: Any rank's.
-
-    Returns:
-        For each token, rank * longest + index there: ``[length]`` int64, on the CPU; and the longest part's tokens.
+    For each token, rank * longest + index there: ``[length]`` int64, on the CPU; and the longest part's tokens.
     """
     return gathered_order(
         [replace(shard, rank=rank).stored_tokens(start, stop) - start for rank in range(shard.ranks)]
@@ -145,11 +133,7 @@ def order_after_gather(shard: Shard, start: int, stop: int) -> tuple[Tensor, int
 
 
 def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Positions of tokens after a gather; see `order_after_gather`.
-
-    Args:
-        tokens_by_rank: Of each rank the tokens that it has, int64, each of ``0 .. length - 1`` on one rank.
-    """
+    """As `order_after_gather`, of the tokens that each rank has, int64, each of ``0 .. length - 1`` on one rank."""
     longest, length = max(map(len, tokens_by_rank)), sum(map(len, tokens_by_rank))
     order = torch.empty(length, dtype=torch.long, device="cpu")
     for rank, tokens in enumerate(tokens_by_rank):
@@ -173,10 +157,8 @@ def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
 def gathered_tokens(own: Segment, longest: int, order: Tensor, group: ProcessGroup) -> Segment:
     """Keys and values ``[kv_heads, tokens, head_dim]`` that all processes have; one collective.
 
-    Args:
-        own: This process's keys and values, ``[kv_heads, own tokens, head_dim]`` each.
-        longest: Most tokens of a process.
-        order: ``[tokens]`` int64, on the CPU: for each token, rank and index there, as rank * `longest` + index.
+    This process's, `own`, are ``[kv_heads, own tokens, head_dim]`` each; `longest` is most tokens of a process, and
+    `order` as of `order_after_gather`.
     """
     shapes = [(longest, part.shape[0], part.shape[2]) for part in own]
     sizes = list(map(prod, shapes))
@@ -266,7 +248,31 @@ def cut_runs(runs: Sequence[Run], tokens: Tensor) -> list[Run]:
     return found
 
 
-class GatheredContexts:
+Contexts = Callable[[Any], Segment]
+"""Keys and values of a context of a prefill pass by its name."""
+
+
+class ReadsContexts:
+    """Reads the contexts of one layer in a prefill pass, by default those stored here.
+
+    Attributes:
+        in_any_order: Whether contexts may be read several times.
+    """
+
+    in_any_order = True
+
+    def __init__(self, stored: Contexts):
+        self._stored = stored
+
+    def read(self, name: Any) -> Segment:
+        """Keys and values of a context."""
+        return self._stored(name)
+
+    def finish(self) -> None:
+        """End the pass in this layer."""
+
+
+class GatheredContexts(ReadsContexts):
     """Gathers spans in one order on all ranks, of which each reads those that its tokens see.
 
     A rank that left out what it does not read would receive what others gather later.
@@ -275,33 +281,33 @@ class GatheredContexts:
         spans: All that the pass reads, in the order in which they are gathered.
         read_here: Those that this rank reads.
         gather: Gathers keys and values of a span, with all ranks.
+        whole: All tokens of the pass.
     """
 
-    def __init__(self, spans: Sequence[Span], read_here: Collection[Span], gather: Callable[[Span], Segment]):
-        self._left, self._read_here, self._gather = deque(spans), read_here, gather
+    def __init__(self, spans: Sequence[Span], read_here: Collection[Span], gather: Contexts, whole: Segment):
+        self._left, self._read_here, self._gather, self._whole = deque(spans), read_here, gather, whole
         self._gathered: dict[Span, Segment] = {}
         self._last: Span | None = None
+        # The prefill kernel looks at all contexts first, and those that are divided are gathered once each.
+        self.in_any_order = len(spans) <= 1
 
-    def __call__(self, span: Span) -> Segment:
-        """Keys and values of a span, which may be asked for again until the next one is."""
-        if self._last not in (None, span):
+    def read(self, name: Any) -> Segment:
+        """Keys and values of a context; of a span, which may be asked for again until the next one is."""
+        if isinstance(name, InPass):  # tokens of the pass that other processes compute
+            return self._whole.view(Span(0, name.start, name.length))
+        if self._last not in (None, name):
             del self._gathered[self._last]
-        self._last = span
-        while span not in self._gathered:
+        self._last = name
+        while name not in self._gathered:
             one = self._left.popleft()
             found = self._gather(one)
             if one in self._read_here:
                 self._gathered[one] = found
-        return self._gathered[span]
+        return self._gathered[name]
 
     def finish(self) -> None:
-        """Gather the remaining spans, which this rank does not read."""
         while self._left:
             self._gather(self._left.popleft())
-
-
-Contexts = Callable[[Any], Segment]
-"""Keys and values of a context of a prefill pass by its name."""
 
 
 class OwnTokens(NamedTuple):
@@ -316,8 +322,7 @@ class Undivided:
 
     Attributes:
         is_divided: Whether several processes divide them.
-        group: These processes; None for one alone.
-        ranks: Number of processes.
+        group, ranks: These processes, None for one alone, and their number.
         suffix_shard: What this process stores of each suffix.
     """
 
@@ -399,34 +404,6 @@ class Undivided:
         pass's own tokens, `whole`. `contexts` are those of all processes.
         """
         return ReadsContexts(stored)
-
-
-class ReadsContexts:
-    """Reads the contexts of one layer in a prefill pass.
-
-    Attributes:
-        read: Keys and values of a context by its name.
-        in_any_order: Whether contexts may be read several times.
-    """
-
-    def __init__(self, read: Contexts, *, in_any_order: bool = True):
-        self.read, self.in_any_order = read, in_any_order
-
-    def finish(self) -> None:
-        """End the pass in this layer."""
-
-
-class ReadsGathered(ReadsContexts):
-    """Gathers contexts that are divided between processes, all of them on each."""
-
-    def __init__(self, gathered: GatheredContexts, whole: Segment, *, in_any_order: bool):
-        def read(name: Any) -> Segment:
-            if isinstance(name, InPass):  # tokens of the pass that other processes compute
-                return whole.view(Span(0, name.start, name.length))
-            return gathered(name)
-
-        super().__init__(read, in_any_order=in_any_order)
-        self.finish = gathered.finish  # type: ignore[method-assign]
 
 
 UNDIVIDED = Undivided()

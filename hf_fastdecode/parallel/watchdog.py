@@ -132,14 +132,10 @@ class Watchdog(NoWatchdog):
 
     @contextmanager
     def call(self, name: str, timeout: float) -> Iterator[None]:
-        """Context of a call that all processes of the group make; those of other threads wait for it.
+        """Context of a call that all processes of the group make, by one name; those of other threads wait for it.
 
-        Args:
-            name: What is called; the same on all ranks.
-            timeout: Seconds after a peer's last heartbeat until it counts as failed.
-
-        Raises:
-            PeerFailedError: A peer failed, in this call or an earlier one.
+        A peer counts as failed so many seconds after its last heartbeat. Raises PeerFailedError where one failed, in
+        this call or an earlier one.
         """
         if os.getpid() != self._pid:  # in a fork, which has no part in it
             yield

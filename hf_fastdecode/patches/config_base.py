@@ -167,10 +167,7 @@ class SlimConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Do nothing: `save_pretrained` would copy the source file of a class registered here.
-
-        transformers calls this for classes loaded by ``auto_map``, and the copy would not work outside its package.
-        """
+        """Do nothing: the copy of this file that transformers would save does not work outside its package."""
 
     @property
     def unrotates(self) -> bool:

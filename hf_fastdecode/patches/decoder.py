@@ -127,7 +127,6 @@ class SlimRotaryDecoder(SlimDecoder):
         return super().forward(**given)
 
     def key_positions(self, position_ids: Tensor, visible: Tensor | None, cached: int | Tensor, slots: int) -> Tensor:
-        """See `rotation.key_positions`."""
         return key_positions(position_ids, visible, cached, slots)
 
     def tables(self, positions: Tensor) -> Tables:
@@ -137,7 +136,6 @@ class SlimRotaryDecoder(SlimDecoder):
         return cos, sin
 
     def fills_cache(self, cache: Any, cached: int | Tensor, use_cache: bool | None) -> bool:
-        """Whether this pass begins a cache that later passes will read."""
         if torch.compiler.is_compiling() or self.training:
             return False
         return int(cached) == 0 and (cache is not None or (self.config.use_cache if use_cache is None else use_cache))
@@ -147,6 +145,7 @@ class SlimCausalLM(SlimPreTrainedModel):
     """A slim decoder with a head; precedes the architecture's class among base classes."""
 
     slim_base: ClassVar[type[nn.Module]]
+    head_bias: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         PreTrainedModel.__init__(self, config)  # not the architecture's, which makes an ordinary decoder
@@ -154,12 +153,9 @@ class SlimCausalLM(SlimPreTrainedModel):
         if not config.layers_that_attend_by_themselves:  # all are the architecture's
             self._supports_attention_backend = super(SlimPreTrainedModel, self)._supports_attention_backend
         self.vocab_size = config.vocab_size
-        self.lm_head = self.make_head(config)
+        width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # the former in OPT
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=self.head_bias)
         self.post_init()
-
-    @staticmethod
-    def make_head(config: Any) -> nn.Linear:
-        return nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
 
 class SlimEncoderDecoder(SlimPreTrainedModel):

@@ -72,10 +72,7 @@ class _Watch(MetaPathFinder):
 
 
 class _Imported(Loader):
-    """Returns a module that was imported while its spec was looked for, which Python would execute a second time.
-
-    Until then `spec` is the module's `__spec__`, which Python reads.
-    """
+    """Returns a module that was imported while its spec was looked for, which Python would execute again."""
 
     def __init__(self, module: ModuleType):
         self._module, self._own_spec = module, module.__spec__

@@ -53,7 +53,7 @@ class FlatAttention(LlamaAttention):
             kv = handle.append()
             kv = replace(kv, suffix=Segment(*map(self.with_heads, kv.suffix)))
             part = forest_attention(query, kv, self.scaling, backend=cache.state.torch_backend)
-            out = handle.layer.of_all_processes(part).out
+            out = handle.step.division.merge(part).out
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
 

@@ -73,8 +73,9 @@ def test_every_rank_gathers_all_in_one_order() -> None:
             gathered.append(span)
             return Segment(torch.full((1,), span.segment), torch.full((1,), span.segment))
 
-        contexts = GatheredContexts(SPANS, set(asked), gather)
-        assert [int(contexts(span).keys) for span in asked] == [span.segment for span in asked]
+        contexts = GatheredContexts(SPANS, set(asked), gather, gather(SPANS[0]))
+        gathered.clear()
+        assert [int(contexts.read(span).keys) for span in asked] == [span.segment for span in asked]
         contexts.finish()
         orders.append(gathered)
     assert orders == [SPANS] * 4

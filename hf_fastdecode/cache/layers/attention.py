@@ -57,28 +57,43 @@ class _NoTensor:
         """Ignore the None that transformers' mixin assigns."""
 
 
-class SharedContextLayer(StoredLayer, CacheLayerMixin):
-    """Cache layer that stores keys and values in nodes and suffixes.
+class PlainLayer(CacheLayerMixin):
+    """A layer as masks and `generate` see it: without a window or a bound, as long as all rows of its cache."""
+
+    is_sliding = False
+    is_croppable = True
+    appended = 0
+    state: SharedState
+
+    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
+        """No-op: there is nothing to allocate."""
+
+    def get_seq_length(self) -> int:
+        return self.state.padded_length + self.appended
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SharedContextLayer(StoredLayer, PlainLayer):
+    """Cache layer that stores keys and values in nodes and suffixes, by default as they come.
 
     During prefill ``update`` writes tokens to nodes, or what one row alone has to its suffix; otherwise it appends
     them to each row's suffix. It returns a `SharedKV` in place of the key and value tensors.
-
-    Args:
-        storage: The layer's token storage; that of keys and values when None.
 
     Attributes:
         appended: Tokens that the current forward pass has appended to each row's suffix.
     """
 
-    is_sliding = False
-    is_croppable = True
     keys = _NoTensor()
     values = _NoTensor()
 
     def __init__(self, state: SharedState, index: int, store: Store, storage: TokenStorage | None = None):
         CacheLayerMixin.__init__(self)
         StoredLayer.__init__(self, state, index, store, TokenStorage() if storage is None else storage)
-        self.appended = 0
 
     def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
         self.dtype, self.device = keys.dtype, keys.device
@@ -90,8 +105,7 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         """Store new tokens.
 
         Args:
-            keys: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
-            values: The same shape.
+            keys, values: ``[rows, kv_heads, queries, head_dim]``; during prefill ``[1, kv_heads, tokens, head_dim]``.
             args: Passed on to the storage, which may keep more than keys and values.
             suffix_parts: During prefill of suffixes, the same tokens as suffixes hold them, ``[1, heads, tokens,
                 width]`` each; None where they hold them as nodes do.
@@ -190,7 +204,6 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         return self._grow(tokens, like)
 
     def _grow(self, tokens: int, like: Segment) -> bool:
-        """Allocate room for `tokens` suffix tokens per row, see `TokenStorage.grow`."""
         state = self.state
         assert state.forest is not None
         capacity, used = state.division.room(tokens), state.division.suffix_shard.count(state.suffixes.longest)
@@ -200,15 +213,6 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         return self.state.forest.rows if self.state.forest is not None else -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.state.padded_length + self.appended
-
-    def get_max_length(self) -> int:
-        return -1
 
     def reset(self) -> None:
         StoredLayer.__init__(self, self.state, self.index, self.store, self.storage.empty())
@@ -221,7 +225,6 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
         return twin
 
     def take_nodes_of(self, other: SharedContextLayer) -> None:
-        """Take on the segments of another cache's layer."""
         self.storage.segments = dict(other.storage.segments)
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
@@ -236,32 +239,11 @@ class SharedContextLayer(StoredLayer, CacheLayerMixin):
     prefetch = offload
 
 
-class LayerOfACapture(CacheLayerMixin):
-    """A layer whose storage and lengths are known to the capture alone.
-
-    Positions are passed as tensors: lengths read here would be constants in the graph.
-    """
-
-    is_sliding = False
-
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        """No-op: who captures allocates the storage."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class CapturedLayer(StoredLayer, LayerOfACapture):
+class CapturedLayer(StoredLayer, PlainLayer):
     """A layer of a captured pass, `state.current`, which reads and writes what the pass says.
 
-    Attributes:
-        in_place: The batch's suffixes, where these are captured in place; else None.
+    Its length is always 0: positions are passed as tensors, and lengths would be constants in the graph. `in_place`
+    are the batch's suffixes, where these are captured in place; else None.
     """
 
     def __init__(self, layer: SharedContextLayer, state: SharedState):

@@ -17,14 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache
-from transformers.cache_utils import CacheLayerMixin
 
 from ...attention.forest import Begin, Forest, Span, begin_of
 from ...attention.kv import CrossKV, Scoring, Segment
@@ -32,6 +30,7 @@ from ...attention.overrides import cast
 from ...attention.torch_operators.decode_ops import AlikeInputs, attend_alike, nodes_attention
 from ...errors import Unsupported
 from ..state import PrefillItem, SharedState
+from .attention import PlainLayer
 
 ENCODER_OUTPUTS: Final = "encoder_outputs"
 """Name of the encoder's output among model arguments."""
@@ -147,11 +146,8 @@ class EncodedInputs:
     def store(self, layer: int, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
         """Keep a layer's keys and values of the group's inputs, ``[inputs, kv_heads, tokens, head_dim]`` each.
 
-        Args:
-            mask: ``[inputs, tokens]`` bool, the tokens that the decoder sees; all of them when None.
-
-        Raises:
-            Unsupported: An input has no shown token, or layers have different masks.
+        The decoder sees the tokens of the mask, ``[inputs, tokens]`` bool; all of them when None. Raises Unsupported
+        where an input has no shown token, or layers have different masks.
         """
         first, stop = self._group or (0, 0)
         count, _, tokens, _ = keys.shape
@@ -244,16 +240,14 @@ class EncodedInputs:
         return known[1]
 
     def example(self, layer: int) -> Segment:
-        """Keys and values of a layer, of some inputs."""
         return next(iter(self.segments[layer].values()))
 
-    def stored(self) -> dict[int, StoredInputs]:
+    def stored(self) -> dict[int, NodesAlone]:
         """By layer, the storage that kernels' tables describe."""
-        return {layer: StoredInputs(segments) for layer, segments in self.segments.items()}
+        return {layer: NodesAlone(segments, segments) for layer, segments in self.segments.items()}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         return sum(part.nbytes for of_layer in self.segments.values() for one in of_layer.values() for part in one)
 
     @property
@@ -263,19 +257,12 @@ class EncodedInputs:
         return self.tokens * sum(part.nbytes // part.shape[1] for part in parts)
 
 
-@dataclass(frozen=True)
-class StoredInputs:
-    """A layer's keys and values of all inputs, as `StepTables` reads them: nodes without suffixes."""
+class NodesAlone(NamedTuple):
+    """A layer's nodes as `StepTables` reads them, without suffixes, see `StoredKV`."""
 
     segments: Mapping[int, Segment]
-
-    @property
-    def suffix(self) -> None:
-        return None
-
-    @property
-    def version(self) -> object:
-        return self.segments
+    version: object
+    suffix: None = None
 
 
 Attend = Callable[[int, Tensor, Scoring], Tensor]
@@ -297,7 +284,8 @@ class CrossView(EncoderDecoderCache):
 
     def __init__(self, cache: Cache, inputs: HasInputs, attend: Attend):
         self.self_attention_cache = cache
-        self.cross_attention_cache = _CrossCache(inputs, attend, len(cache.layers))
+        layers = [_CrossLayer(inputs, attend, index) for index in range(len(cache.layers))]
+        self.cross_attention_cache = Cache(layers=layers)
         self.is_updated = dict.fromkeys(inputs.layers, True)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
@@ -305,21 +293,11 @@ class CrossView(EncoderDecoderCache):
         raise Unsupported("its attention code does not tell its own tokens from those of an encoder")
 
 
-class _CrossCache(Cache):
-    def __init__(self, inputs: HasInputs, attend: Attend, layers: int):
-        super().__init__(layers=[_CrossLayer(inputs, attend, index) for index in range(layers)])
-
-
-class _CrossLayer(CacheLayerMixin):
-    is_sliding = False
-
+class _CrossLayer(PlainLayer):
     def __init__(self, inputs: HasInputs, attend: Attend, index: int):
         super().__init__()
         self._inputs, self._attend, self._index = inputs, attend, index
         self.keys = self.values = InputKV(inputs, attend, index)
-
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        """No-op: there is nothing to allocate."""
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[CrossKV, CrossKV]:
         """Take keys and values of all inputs, ``[inputs, kv_heads, tokens, head_dim]`` each."""
@@ -331,9 +309,6 @@ class _CrossLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length(), 0
-
-    def get_max_length(self) -> int:
-        return -1
 
 
 class InputKV(CrossKV):
@@ -359,12 +334,9 @@ class InputKV(CrossKV):
 class ImageInputs(EncodedInputs):
     """The images of each distinct prompt of a call, and the layers' keys and values of them.
 
-    Args:
-        count: Number of distinct prompts.
-        tokens: Keys of a prompt's images in a layer, padding included.
-        layers: The layers that attend to them.
-        query_heads: Query heads of each.
-        mask: Name of the model argument ``[rows, tokens, images, tiles]`` that says which tiles a token sees.
+    Of `count` distinct prompts, whose images are `tokens` keys in a layer, padding included; for the `layers` that
+    attend to them, with as many query heads each. `mask` is the name of the model argument ``[rows, tokens, images,
+    tiles]`` that says which tiles a token sees.
     """
 
     def __init__(self, count: int, tokens: int, layers: Collection[int], query_heads: int, mask: str):
@@ -380,7 +352,6 @@ class ImageInputs(EncodedInputs):
 
     @property
     def placeholders(self) -> dict[str, Any]:
-        """None."""
         return {}
 
     def see(self, arguments: Mapping[str, Any]) -> None:
@@ -396,7 +367,6 @@ class ImageInputs(EncodedInputs):
         return self._keys_seen
 
     def view_of(self, cache: Cache, inputs: HasInputs, attend: Attend) -> ImageView:
-        """As `EncodedInputs.view_of`."""
         return ImageView(cache, self, inputs, attend)
 
 

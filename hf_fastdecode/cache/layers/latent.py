@@ -22,7 +22,6 @@ copied: neither other weights nor adapters can find them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Final, NamedTuple, Protocol
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 from ...attention.forest import Forest, Node, Path, Span, joined
 from ...attention.kv import Segment
 from ...attention.launch.plan import HeadShape
-from ..storage import SuffixOrigins, TokenStorage
+from ..storage import StorageOfLayer, SuffixOrigins, TokenStorage
 
 
 def as_wide(part: Tensor, width: int) -> Tensor:
@@ -63,9 +62,8 @@ class ExpandsLatents(Protocol):
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys ``[rows, heads, tokens, key_dim]`` and values ``[rows, heads, tokens, value_dim]``.
 
-        Args:
-            latents: ``[rows, 1, tokens, latent]``.
-            rotated: ``[rows, 1, tokens, rest]``: the part of the keys that depends on positions, of all heads.
+        Of latents ``[rows, 1, tokens, latent]`` and `rotated`, ``[rows, 1, tokens, rest]``: the part of the keys that
+        depends on positions, of all heads.
         """
         ...
 
@@ -75,18 +73,17 @@ def _of_one_head(parts: Segment) -> Segment:
     return Segment(torch.cat(parts, -1), parts[0])
 
 
-class LatentStorage(TokenStorage):
+class LatentStorage(StorageOfLayer):
     """Latents and rotated keys: the parts of a token are ``[1, tokens, latent]`` and ``[1, tokens, rest]``.
 
-    `layer` is the attention layer of the latest pass, not kept alive and needed for prefill; `kv_heads` are those of
-    `kv_heads_of_kernels`.
+    The layer (`ExpandsLatents`) is needed for prefill; `kv_heads` are those of `kv_heads_of_kernels`.
     """
 
     kernels_read_contexts: ClassVar[bool] = False
 
     def __init__(self, layer: ref[ExpandsLatents] | None, kv_heads: int):
-        super().__init__()
-        self.layer, self.kv_heads = layer, kv_heads
+        super().__init__(layer)
+        self.kv_heads = kv_heads
 
     def empty(self) -> TokenStorage:
         return LatentStorage(self.layer, self.kv_heads)
@@ -99,9 +96,7 @@ class LatentStorage(TokenStorage):
 
     def made_of(self, parts: Segment) -> Segment:
         """Keys and values by the layer's own code, ``[heads, tokens, width]``, of a width each."""
-        layer = self.layer() if self.layer is not None else None
-        if layer is None:
-            raise ValueError("the model whose layers make keys of these latents is gone; prefill the whole text again")
+        layer = self.known_layer("latents without keys and values")
         with multiplying(layer.kv_b_proj, parts.keys):
             expanded = type(layer).expand_kv(layer, *(part[None] for part in parts))  # the instance's is an override
         return Segment._make(part[0] for part in expanded)
@@ -115,14 +110,6 @@ class LatentStorage(TokenStorage):
     def for_steps(self, origins: SuffixOrigins | None) -> tuple[Mapping[int, Segment], Segment]:
         return self.nodes_for_steps(), _of_one_head(self.ordered_suffix(origins))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LatentStorage:
-        twin = memo[id(self)] = LatentStorage(self.layer, self.kv_heads)
-        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
-        return twin
-
 
 class Widths(NamedTuple):
     """Widths of a head's key without its last part, of that part, which is the same in all heads, and of its value."""
@@ -133,7 +120,6 @@ class Widths(NamedTuple):
 
     @classmethod
     def of(cls, layer: ExpandsLatents) -> Widths:
-        """The widths of a layer."""
         return cls(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
 
     @property
@@ -152,9 +138,8 @@ class Widths(NamedTuple):
 class ExpandedLayer:
     """What one layer has of these nodes; as `RestTables` reads it, without suffixes.
 
-    Attributes:
-        segments: Keys without their rotated part, and values: ``[heads, tokens, stored]`` each, by run.
-        rests: The rotated part, ``[1, tokens, rotated]``, as latents have it.
+    `segments` are keys without their rotated part, and values, ``[heads, tokens, stored]`` each, by run; `rests` the
+    rotated part, ``[1, tokens, rotated]``, as latents have it.
     """
 
     suffix: None = None
@@ -164,7 +149,6 @@ class ExpandedLayer:
 
     @classmethod
     def of(cls, storage: LatentStorage, runs: Sequence[Span]) -> ExpandedLayer:
-        """Expand runs of tokens, by the layer's own code."""
         segments, rests, widths = dict[int, Segment](), dict[int, Tensor](), Widths(0, 0, 0)
         for number, run in enumerate(runs):
             latents = storage.segments[run.segment].view(run)
@@ -183,7 +167,6 @@ class ExpandedLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes beside what latents have."""
         return sum(part.nbytes for segment in self.segments.values() for part in segment)
 
     @property
@@ -206,12 +189,9 @@ class SplitForest(NamedTuple):
 
 
 class ExpandedNodes:
-    """The expanded nodes of a cache.
+    """The expanded nodes of a cache: runs of stored tokens, and what each layer has of them, by index.
 
-    Args:
-        runs: The runs of stored tokens that are expanded.
-        layers: What each layer has of them, by index.
-        fewest_rows: Rows of a node from which reading it as keys and values is faster.
+    `fewest_rows` are the rows of a node from which reading it as keys and values is faster.
     """
 
     def __init__(self, runs: Sequence[Span], layers: Mapping[int, ExpandedLayer], fewest_rows: int):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ...attention.kv import Segment
-from ..storage import TokenStorage
+from ..storage import StorageOfLayer, TokenStorage
 
 
 class AttendsByItself(Protocol):
@@ -21,7 +20,7 @@ class AttendsByItself(Protocol):
 
     Where processes divide a cache, nodes and suffixes are what this one stores of them. The layer then attends to
     these, each query to as many tokens of its suffix as `ForestKV.seen_by` says, and hands its partial to
-    `of_all_processes`.
+    `Undivided.merge`.
 
     Attributes:
         attends_by_itself: True.
@@ -45,57 +44,41 @@ class AttendsByItself(Protocol):
         ...
 
     def as_nodes(self, keys: Tensor, coordinates: Tensor, positions: Tensor, dtype: torch.dtype | None) -> Segment:
-        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``.
+        """Rotated keys and values, ``[rows, heads, tokens, head_dim]``, in the dtype; the model's when None.
 
-        Args:
-            keys: ``[rows, 1, tokens, width]``: the first part of suffix tokens, as cached.
-            coordinates: ``[rows, 1, tokens, width]``: the second.
-            positions: ``[rows, tokens]`` int64, for layers that cache none.
-            dtype: Dtype of the result; the model's when None.
+        Of suffix tokens as cached, ``[rows, 1, tokens, width]`` each, at positions ``[rows, tokens]`` int64, for
+        layers that cache none.
         """
         ...
 
 
-class OwnStorage(TokenStorage):
-    """Tokens of a layer that attends by itself.
+class OwnStorage(StorageOfLayer):
+    """Tokens of a layer that attends by itself (`AttendsByItself`), which it is asked for to turn suffixes into nodes.
 
     A node is read by many rows, so that its values cost little memory for a row, and making them anew in every step
-    would cost a product. What one row alone has is stored as the layer has it, in its suffix.
-
-    `layer` is the attention layer of the latest pass, not kept alive and needed only to turn suffixes into nodes;
-    `example` are parts of suffixes, ``[1, 0, width]`` each, or None before the first pass.
+    would cost a product. What one row alone has is stored as the layer has it, in its suffix: `example` are such
+    parts, ``[1, 0, width]`` each, or None before the first pass.
     """
 
     captured_in_place: ClassVar[bool] = True
     takes_padded: ClassVar[bool] = False
 
     def __init__(self, layer: ref[AttendsByItself] | None, example: Segment | None = None):
-        super().__init__()
-        self.layer, self.example = layer, example
+        super().__init__(layer)
+        self.example = example
 
     def empty(self) -> TokenStorage:
         return OwnStorage(self.layer, self.example)
 
     def describe(self, parts: Segment) -> None:
-        """Note the layout of suffix parts, ``[rows, 1, tokens, width]`` each."""
         if self.example is None:
             self.example = Segment(*(part.new_empty(1, 0, part.shape[-1]) for part in parts))
 
     def as_nodes(self, parts: Segment, positions: Tensor, dtype: torch.dtype | None = None) -> Segment:
-        """Convert suffix tokens to keys and values, which nodes store.
-
-        Raises:
-            ValueError: The model no longer exists in this process.
-        """
-        layer = self.layer() if self.layer is not None else None
-        if layer is None:
-            raise ValueError(
-                "the suffixes of this cache are stored without values, and the model whose layers make them is gone; "
-                "keep the model, or prefill the whole text again"
-            )
         if dtype is None and (held := self.node_example) is not None:
             dtype = held[0].dtype
-        return layer.as_nodes(*parts, positions, dtype)
+        nodes: Segment = self.known_layer("suffixes without values").as_nodes(*parts, positions, dtype)
+        return nodes
 
     @property
     def node_example(self) -> Segment | None:
@@ -104,11 +87,3 @@ class OwnStorage(TokenStorage):
     @property
     def suffix_example(self) -> Segment | None:
         return self.suffix or self.example
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"layer": None}  # weak references cannot be pickled
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnStorage:
-        twin = memo[id(self)] = OwnStorage(self.layer, self.example)
-        vars(twin).update(copy.deepcopy(self.__getstate__(), memo) | {"layer": self.layer})
-        return twin

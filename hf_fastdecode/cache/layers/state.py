@@ -42,9 +42,7 @@ def _writable() -> Iterator[None]:
 class States:
     """States of some rows, ``[rows, ...]`` each, by their numbers within the layer.
 
-    Attributes:
-        conv: The latest inputs of convolutions.
-        recurrent: States of recurrences; short convolutions have none.
+    `conv` are the latest inputs of convolutions, `recurrent` states of recurrences; short convolutions have none.
     """
 
     conv: Mapping[int, Tensor]
@@ -55,12 +53,10 @@ class States:
         return States(*({number: change(one) for number, one in part.items()} for part in (self.conv, self.recurrent)))
 
     def row(self, row: int) -> States:
-        """A view of one row's."""
         return self.each(lambda one: one[row : row + 1])
 
     @classmethod
     def joined(cls, parts: Sequence[States]) -> States:
-        """The rows of all parts, copied."""
         first = parts[0]
         return cls(
             {number: torch.cat([part.conv[number] for part in parts]) for number in first.conv},
@@ -69,17 +65,14 @@ class States:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All of them."""
         return *self.conv.values(), *self.recurrent.values()
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self.tensors[0])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row's."""
         return sum(one[:1].numel() * one.element_size() for one in self.tensors)
 
 
@@ -127,6 +120,21 @@ class LayerOfOwnStates(LinearAttentionLayer):
                 self.update_recurrent_state(one, number)
         self.dtype, self.device = states[0].dtype, states[0].device
 
+    def place(self, states: States) -> None:
+        """Have the rows' states in these tensors, which hold the same numbers."""
+        self.conv_states.update(states.conv)
+        self.recurrent_states.update(states.recurrent)
+
+    def hold(self, states: States) -> None:
+        """Have these as the rows' states, of whichever number of rows."""
+        self.place(states)
+        for number, one in states.conv.items():
+            self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
+            self.conv_kernel_size[number] = one.shape[-1]
+            self.dtype, self.device = one.dtype, one.device
+        for number in states.recurrent:
+            self.is_recurrent_states_initialized[number] = True
+
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Result of `run` for the rows of a pass, none of which is packed; see `StateLayer.by_segments`."""
         return run(*args, **kwargs)
@@ -170,24 +178,11 @@ class StateLayer(LayerOfOwnStates):
         return updated
 
     def begin_rows(self, ends: Sequence[End | None]) -> None:
-        """Give each row a copy of the state at the end of its path; none where paths are empty.
-
-        Raises ValueError if one has no state there.
-        """
+        """Give rows copies of the states at the ends of their paths, unless all are empty; ValueError without one."""
         self.drop_rows()
         if all(end is None for end in ends):
             return
-        self._hold(self._copies(ends))
-
-    def _hold(self, states: States) -> None:
-        """Have these as the rows' states, of whichever number of rows."""
-        self.place(states)
-        for number, one in states.conv.items():
-            self.is_conv_states_initialized[number] = self.has_previous_state[number] = True
-            self.conv_kernel_size[number] = one.shape[-1]
-            self.dtype, self.device = one.dtype, one.device
-        for number in states.recurrent:
-            self.is_recurrent_states_initialized[number] = True
+        self.hold(self._copies(ends))
 
     def by_segments(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Result of `run`, a module's `forward`, for a row; of a packed one, for each segment by itself, joined.
@@ -209,14 +204,11 @@ class StateLayer(LayerOfOwnStates):
             outputs.append(run(*tree_map(cut, args), **tree_map(cut, kwargs)))
             if (states := self.states) is not None:
                 after.append(states)
-        self._hold(States.joined(after))
+        self.hold(States.joined(after))
         return tree_map(lambda *parts: torch.cat(parts, 1) if isinstance(parts[0], Tensor) else parts[0], *outputs)
 
     def at_once(self, run: Callable[..., Any], device: torch.device, *args: Any, **kwargs: Any) -> Any:
-        """Result of `run`, a module's `forward` with other functions, for a packed row, which these take whole.
-
-        None where one of them does not take the segments, that they are given.
-        """
+        """Result of `run`, a `forward` with other functions, for a packed row, which these take whole; else None."""
         self.begin_segments()
         conv = self.conv_states[0] if self.is_conv_states_initialized[0] else None
         self._segments = segments = Segments(self.state.current.starts(device), conv)
@@ -239,7 +231,7 @@ class StateLayer(LayerOfOwnStates):
         if ends:
             self.drop_rows()
         if first := next(filter(None, ends), None):
-            self._hold(self._copies(ends, self._copies([first]).each(torch.zeros_like)))
+            self.hold(self._copies(ends, self._copies([first]).each(torch.zeros_like)))
 
     def _copies(self, ends: Sequence[End | None], empty: States | None = None) -> States:
         """The states at these ends, copied; `empty` at those of empty paths."""
@@ -253,10 +245,7 @@ class StateLayer(LayerOfOwnStates):
             return States.joined([one for one in known if one is not None])
 
     def restart_rows(self, rows: Tensor, ends: Sequence[End | None]) -> None:
-        """Overwrite the states of these rows, int64 on the CPU, with those at the ends of their new paths.
-
-        Raises ValueError if one has no state there.
-        """
+        """Overwrite states of rows, int64 on the CPU, with those at ends of new paths; ValueError without one."""
         states = self.states
         if states is None:  # rows have none of their own yet
             return
@@ -307,25 +296,18 @@ class StateLayer(LayerOfOwnStates):
             return
         self.place(chosen)
 
-    def place(self, states: States) -> None:
-        """Have the rows' states in these tensors, which hold the same numbers."""
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
-
     def move_ends(self, ends: Mapping[End | None, End | None]) -> None:
         """Keep, at each of the new ends, what was at the old one, and nothing else."""
         moved = ((new, old) for new, old in ends.items() if new is not None and old is not None)
         self.ends = {new: self.ends[old] for new, old in moved if old in self.ends}
 
     def drop_rows(self) -> None:
-        """Forget the rows' states."""
         for number in range(self.number_of_states):
             self.conv_states[number] = self.recurrent_states[number] = None
             self.is_conv_states_initialized[number] = self.is_recurrent_states_initialized[number] = False
             self.has_previous_state[number] = False
 
     def for_nodes_of(self, state: SharedState) -> StateLayer:
-        """A layer of another cache with the same nodes, whose rows have no states yet."""
         twin = StateLayer(state, self.state_store)
         twin.ends = dict(self.ends)
         twin.dtype, twin.device = self.dtype, self.device
@@ -344,8 +326,6 @@ class StateLayer(LayerOfOwnStates):
 
 
 class StateAndAttentionLayer(StateLayer, SharedContextLayer):
-    """A layer that stores a state per row, and keys and values per token."""
-
     appended: int
 
     def __init__(
@@ -386,20 +366,11 @@ class CapturedStateLayer(LayerOfOwnStates):
     def __init__(self, states: States):
         numbers = 1 + max((*states.conv, *states.recurrent))
         LinearAttentionLayer.__init__(self, number_of_states=numbers)
-        self.conv_states.update(states.conv)
-        self.recurrent_states.update(states.recurrent)
-        for number, one in states.conv.items():
-            self.is_conv_states_initialized[number] = True
-            self.conv_kernel_size[number] = one.shape[-1]
-            self.dtype, self.device = one.dtype, one.device
-        for number in states.recurrent:
-            self.is_recurrent_states_initialized[number] = True
+        self.hold(states)
         self.has_previous_state = dict.fromkeys(range(numbers), True)
 
 
 class CapturedStateAndAttentionLayer(CapturedLayer, CapturedStateLayer):
-    """A layer of a captured step that stores states beside keys and values."""
-
     def __init__(self, layer: CapturedLayer, states: CapturedStateLayer):
         self.__dict__.update({**vars(states), **vars(layer)})
 
@@ -481,7 +452,6 @@ def _shapes(layers: Sequence[StateLayer]) -> list[list[tuple[torch.Size, torch.d
 
 
 def _are(layer: StateLayer, views: States) -> bool:
-    """Whether a layer's states are these very tensors."""
     states = layer.states
     if states is None:
         return False

@@ -61,8 +61,6 @@ class CacheError:
 
 
 class CacheErrors:
-    """Measures caches of one layer on one text."""
-
     def __init__(self, weights: AttentionWeights, text: AttentionInputs) -> None:
         self.weights, self.text, self.rotation = weights, text, text.rotation
         self.inputs = text.key_inputs.double()
@@ -239,8 +237,7 @@ def fit_layer(
         dtype; empty where keys do not determine values.
 
     Raises:
-        ValueError: The text has fewer than two tokens to cache; inputs, or outputs with an ordinary cache, are not
-            finite; cross-attention has RoPE.
+        ValueError: Inputs, or outputs with an ordinary cache, are not finite.
     """
     _check_text(text, model_dtype)
     eight_bits = cache_dtype if cache_dtype in EIGHT_BITS else None
@@ -292,10 +289,6 @@ def fit_layer(
 
 
 def _check_text(text: AttentionInputs, model_dtype: torch.dtype) -> None:
-    if text.encoded is not None and text.rotation is not None:
-        raise ValueError("RoPE in cross-attention is not supported: queries and keys have separate positions")
-    if (tokens := len(text.key_inputs)) < 2:
-        raise ValueError(f"a calibration text needs 2 tokens, half to fit and half to evaluate, got {tokens}")
     if not (text.inputs.isfinite().all() and text.key_inputs.isfinite().all()):
         reason = "; repair the weights of the layers before, or the calibration input"
         if _is_narrow(model_dtype):

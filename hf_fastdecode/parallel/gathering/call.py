@@ -24,12 +24,7 @@ _KINDS: Final[tuple[type[Gathering], ...]] = (Zero3, Fsdp1, Fsdp2)
 
 
 class Gathered(NamedTuple):
-    """How a call's parameters were gathered.
-
-    Attributes:
-        nbytes: Bytes of the whole parameters on this process.
-        seconds: What that took.
-    """
+    """Bytes of the whole parameters of a call on this process, and the seconds that gathering them took."""
 
     nbytes: int
     seconds: float
@@ -63,18 +58,16 @@ class KeptGathering:
         """Context of a call with whole parameters; yields None where they are not gathered for it.
 
         All processes gather, or none does: `Gathering.refused` then says why the call runs stock. What follows a
-        gather is each process's own: only the entry communicates, and is watched for peers that fail. Other threads'
-        calls wait for the end of this one; those within it gather nothing.
-
-        Args:
-            walk: Finds the model's modules.
-            timeout: Seconds after a peer's last sign of life until it counts as failed.
+        gather is each process's own: only the entry communicates, and is watched for peers that fail, which count as
+        such so many seconds after their last sign of life. Other threads' calls wait for the end of this one; those
+        within it gather nothing. `walk` finds the model's modules.
 
         Raises:
             ValueError: Processes divide the model's parameters differently.
             PeerFailedError: Another process failed before or while parameters were gathered.
         """
-        if not _has_group() or (self._kept is None and self.of(walk()) is None):
+        # With a group of one process, parameters may be on the CPU between passes.
+        if not (dist.is_available() and dist.is_initialized()) or (self._kept is None and self.of(walk()) is None):
             yield None
             return
         with self._turn, ExitStack() as stack:
@@ -86,11 +79,6 @@ class KeptGathering:
                 yield self._now
             finally:
                 self._now = None
-
-
-def _has_group() -> bool:
-    """Whether this process has a default group: if of itself alone, parameters may be on the CPU between passes."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def _same(these: tuple[Any, ...], those: tuple[Any, ...]) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..._compat import fsdp2_groups, fsdp2_state, fsdp2_states_of_root, fsdp2_stays_gathered, is_fsdp2
@@ -40,7 +39,7 @@ class Fsdp2(Gathering):
             return ()
         from torch.distributed.fsdp import FSDPModule
 
-        found = {id(module): module for module in modules if isinstance(module, FSDPModule) and _hooks(module)}
+        found = {id(module): module for module in modules if isinstance(module, FSDPModule) and cls.hooks(module)}
         states = [state for module in found.values() for state in fsdp2_states_of_root(fsdp2_state(module))]
         groups = [group for state in {id(one): one for one in states}.values() for group in fsdp2_groups(state)]
         return () if all(map(fsdp2_stays_gathered, groups)) else (*found.values(), *groups)
@@ -88,21 +87,9 @@ class Fsdp2(Gathering):
         numel = parameter.padded_sharded_param_size.numel() * parameter.mesh_info.shard_mesh_size
         return Part(send, numel, parameter.param_dtype or parameter.orig_dtype, place)
 
-    def put(self, swaps: Swaps) -> None:
-        for module in self.units:
-            if isinstance(module, nn.Module):
-                for hooks, key in _hooks(module):
-                    swaps.take(hooks, key)
-
-
-def _hooks(module: nn.Module) -> list[tuple[dict[int, Any], int]]:
-    """The forward hooks of FSDP on a module: the dict that each is in, and its key."""
-    return [
-        (hooks, key)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for key, hook in hooks.items()
-        if defining_module(hook).startswith(_FSDP)
-    ]
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        return defining_module(hook).startswith(_FSDP)
 
 
 class Fsdp1(Gathering):
@@ -173,7 +160,7 @@ class Fsdp1(Gathering):
             for name, parameter in module._parameters.items() if wrapper is None else ():
                 if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
                     names.setdefault(parameter, []).append((module, name))
-        return [_cast(parameter, dtype, where) for parameter, where in names.items()]
+        return [Part.of_whole(parameter, where, parameter, dtype) for parameter, where in names.items()]
 
     def put(self, swaps: Swaps) -> None:
         for parent, name, wrapper in self.units:
@@ -182,13 +169,6 @@ class Fsdp1(Gathering):
                 swaps.put(parent._modules, name, inner)
                 if "_flat_param" in inner._parameters:
                     swaps.take(inner._parameters, "_flat_param")
-
-
-def _cast(parameter: Tensor, dtype: torch.dtype, names: list[tuple[nn.Module, str]]) -> Part:
-    def place(whole: Tensor) -> list[Place]:
-        return [Place(names, whole.view(parameter.shape), parameter)]
-
-    return Part(lambda: parameter.view(-1), parameter.numel(), dtype, place, is_whole=True)
 
 
 def _flat_places(handle: Any, whole: Tensor) -> list[Place]:

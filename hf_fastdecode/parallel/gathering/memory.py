@@ -17,11 +17,7 @@ from torch import Tensor
 
 
 class Memory(Protocol):
-    """Bytes of one device.
-
-    Attributes:
-        vector: ``[nbytes]`` uint8, which may be read and written between `take` and `free`.
-    """
+    """Bytes of one device, `vector`, ``[nbytes]`` uint8, which may be read and written between `take` and `free`."""
 
     vector: Tensor
 
@@ -89,9 +85,7 @@ class _Access(ctypes.Structure):
 class OfCuda:
     """Memory of a GPU at reserved addresses; these are never given back, as they take no memory.
 
-    Raises:
-        OSError: There is no CUDA driver.
-        RuntimeError: The driver refused.
+    Raises OSError where there is no CUDA driver, RuntimeError where it refused.
     """
 
     vector: Tensor

@@ -57,6 +57,17 @@ class Part:
     place: Callable[[Tensor], Sequence[Place]]
     is_whole: bool = False
 
+    @classmethod
+    def of_whole(
+        cls, parameter: Tensor, names: Sequence[tuple[nn.Module, str]], stored: Tensor, dtype: torch.dtype
+    ) -> Part:
+        """A parameter that this process has whole, to be copied or cast; see `Place` for the others."""
+
+        def place(whole: Tensor) -> list[Place]:
+            return [Place(names, whole.view(parameter.shape), stored)]
+
+        return cls(lambda: parameter.data.view(-1), parameter.numel(), dtype, place, is_whole=True)
+
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
@@ -77,16 +88,12 @@ class Gathering(ABC):
     Its parts are gathered by collectives of this package, in memory of its own: parameters of a call are the same
     objects in each call, at the same addresses where memory allows (`memory`), so that captured passes stay valid.
 
-    One object is kept from call to call while the same `units` divide the model. Its methods are called in the order
-    `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one process, `release` follows
-    on all.
-
-    Args:
-        units: The library's objects that `find` found.
+    One object is kept from call to call while the same `units`, which `find` found, divide the model. Its methods are
+    called in the order `reserve`, `gathered`, `release`, by one thread at a time. Where `reserve` fails on one
+    process, `release` follows on all.
 
     Attributes:
-        what: What is the matter with passes of the model as it is, for reports.
-        remedy: What else to do about it.
+        what, remedy: What is the matter with passes of the model as it is, for reports, and what else to do about it.
         group: The processes between which parameters are divided; None where they cannot be gathered for a call.
         replicas: The processes of other groups that have the same parts, if there are any (HSDP).
         device: Where passes run, and parameters are gathered.
@@ -115,9 +122,22 @@ class Gathering(ABC):
     def parts(self) -> list[Part]:
         """The parts as they are divided now; raises `Unsupported`."""
 
-    @abstractmethod
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        """Whether a forward hook is the library's."""
+        return False
+
+    @classmethod
+    def hooks(cls, module: nn.Module) -> list[tuple[dict[int, Any], int]]:
+        """The library's forward hooks on a module: the dict that each is in, and its key."""
+        both = (module._forward_pre_hooks, module._forward_hooks)
+        return [(hooks, key) for hooks in both for key, hook in hooks.items() if cls.is_hook(hook)]
+
     def put(self, swaps: Swaps) -> None:
         """Take the library's code off the modules."""
+        for module in self.units:
+            for hooks, key in self.hooks(module) if isinstance(module, nn.Module) else ():
+                swaps.take(hooks, key)
 
     @property
     def nbytes(self) -> int:
@@ -132,9 +152,8 @@ class Gathering(ABC):
     def reserve(self) -> None:
         """Prepare the memory of a call, without communication.
 
-        Raises:
-            Unsupported: Memory does not hold them, or parameters cannot be gathered as they are divided.
-            torch.OutOfMemoryError: Memory ran out.
+        Raises Unsupported where memory does not hold them, or parameters cannot be gathered as they are divided;
+        torch.OutOfMemoryError where memory ran out.
         """
         self._parts = self.parts()
         _check_room(self.nbytes, self.device)
@@ -153,7 +172,6 @@ class Gathering(ABC):
                 ]
 
     def _fits(self) -> bool:
-        """Whether the memory was made for parts as they are now."""
         return [(part.numel, part.dtype) for part in self._parts] == [
             (whole.vector.numel(), whole.vector.dtype) for whole in self._made
         ]
@@ -176,7 +194,6 @@ class Gathering(ABC):
             swaps.undo()
 
     def release(self) -> None:
-        """Free the memory of a call."""
         self._parts = []
         if self._memory is not None:
             self._memory.free()

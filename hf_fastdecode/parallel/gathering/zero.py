@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import MOST_OF_FREE, Gathering, Part, Place, Swaps, free_bytes
+from .parameters import MOST_OF_FREE, Gathering, Part, Place, free_bytes
 
 
 class Zero3(Gathering):
@@ -53,7 +53,7 @@ class Zero3(Gathering):
                     found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
         if all(_status(parameter) == "AVAILABLE" for parameter, _ in found.values()):
             copied = _copies(sum(parameter.nbytes for parameter, _ in found.values()), self.device)
-            return [_whole(*one, stored=one[0]) for one in found.values()] if copied else []
+            return [Part.of_whole(*one, one[0], one[0].dtype) for one in found.values()] if copied else []
         if zero_init_of(self._first).quantized_weights:
             raise Unsupported(_QUANTIZED)
         return [self._part(*one) for one in found.values() if one[0].ds_persist or _status(one[0]) != "AVAILABLE"]
@@ -68,7 +68,7 @@ class Zero3(Gathering):
             raise Unsupported("ZeRO-3 stores some of its parameters on disks")
 
         if _status(parameter) == "AVAILABLE":
-            return _whole(parameter, names, stored)
+            return Part.of_whole(parameter, names, stored, parameter.dtype)
 
         def place(whole: Tensor) -> list[Place]:
             return [Place(names, whole[: parameter.ds_numel].view(parameter.ds_shape), stored)]
@@ -76,20 +76,12 @@ class Zero3(Gathering):
         numel = stored.ds_numel * parameter.ds_zero_partition_world_size
         return Part(partial(_send, parameter, self.device), numel, stored.dtype, place)
 
-    def put(self, swaps: Swaps) -> None:
-        for module in self.units:
-            for hooks, key in _hooks(module):
-                swaps.take(hooks, key)
+    @staticmethod
+    def is_hook(hook: Any) -> bool:
+        return role_of(hook) is Role.GATHERS
 
 
 _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
-
-
-def _whole(parameter: Any, names: list[tuple[nn.Module, str]], stored: Tensor) -> Part:
-    def place(whole: Tensor) -> list[Place]:
-        return [Place(names, whole.view(parameter.ds_shape), stored)]
-
-    return Part(lambda: parameter.data.view(-1), parameter.ds_numel, parameter.dtype, place, is_whole=True)
 
 
 def _copies(nbytes: int, device: torch.device) -> bool:
@@ -102,7 +94,7 @@ _WHOLE = frozenset({None, "AVAILABLE"})
 
 def _is_divided(module: nn.Module) -> bool:
     own = module.__dict__  # of attributes, this takes three times as long
-    if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and _hooks(module):
+    if (own["_forward_hooks"] or own["_forward_pre_hooks"]) and Zero3.hooks(module):
         return True
     return not _WHOLE.issuperset(map(_status, own["_parameters"].values()))
 
@@ -117,13 +109,3 @@ def _send(parameter: Any, device: torch.device) -> Tensor:
     """This process's part, in the values that ZeRO-3 would send, which autocast may round."""
     sent: Tensor = parameter.ds_tensor.to(device, non_blocking=True)
     return sent.to(getattr(parameter, "comm_dtype", sent.dtype)).to(sent.dtype)
-
-
-def _hooks(module: nn.Module) -> list[tuple[dict[int, Callable[..., Any]], int]]:
-    """The forward hooks of ZeRO-3 on a module: the dict that each is in, and its key."""
-    return [
-        (hooks, key)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for key, hook in hooks.items()
-        if role_of(hook) is Role.GATHERS
-    ]

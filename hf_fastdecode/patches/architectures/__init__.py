@@ -43,6 +43,5 @@ OWN_ATTENTION: Final[dict[str, OwnCode]] = {
 
 
 def register_own_attention() -> None:
-    """Register all overrides; once per process."""
     for name, code in OWN_ATTENTION.items():
         register(name, code)

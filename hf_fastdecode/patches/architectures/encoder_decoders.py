@@ -92,7 +92,6 @@ def attend_bart(
     attn_prompt: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Overrides `forward` of attention layers that attend by themselves."""
     if attn_prompt is not None:
         raise Unsupported("its layers have keys and values of trained prompts")
     if isinstance(cache, EncoderDecoderCache):

@@ -80,9 +80,7 @@ class _Decoder(SlimRotaryDecoder):
 
 
 class _Model(SlimCausalLM):
-    @staticmethod
-    def make_head(config: Any) -> nn.Linear:
-        return nn.Linear(config.hidden_size, config.vocab_size)
+    head_bias = True
 
 
 def positions_table(config: Any) -> Tensor:

@@ -14,13 +14,6 @@ from ..layers.family import Family
 from ..slim_configs import SlimGemmaConfig
 
 
-def refusal(config: Any) -> str | None:
-    """Refuse bidirectional attention: such models cache nothing."""
-    if not config.use_bidirectional_attention:
-        return None
-    return "bidirectional attention (use_bidirectional_attention) has no cache to make slim; keep the model as it is"
-
-
 def embed_scale(config: Any) -> Tensor:
     return torch.tensor(config.hidden_size**0.5)
 
@@ -32,4 +25,12 @@ def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tenso
 
 
 SlimGemmaAttention, SlimGemmaModel, SlimGemmaForCausalLM = slim_classes(SlimGemmaConfig, gemma)
-FAMILY = Family.of(SlimGemmaForCausalLM, refusal=refusal, embed=embed, buffers={"embed_scale": embed_scale})
+FAMILY = Family.of(
+    SlimGemmaForCausalLM,
+    embed=embed,
+    buffers={"embed_scale": embed_scale},
+    refused={
+        "use_bidirectional_attention": "bidirectional attention ({name}) has no cache to make slim; keep the "
+        "model as it is"
+    },
+)

@@ -32,13 +32,6 @@ class _Decoder(SlimDecoder):
     attention = "attn"
 
 
-def refusal(config: Any) -> str | None:
-    """Refuse cross-attention: its keys and values come from an encoder."""
-    if not config.add_cross_attention:
-        return None
-    return "layers with cross-attention (add_cross_attention) have no slim form; convert models without"
-
-
 def scale(config: Any, index: int) -> float:
     head_dim = config.hidden_size // config.num_attention_heads
     return (head_dim**-0.5 if config.scale_attn_weights else 1.0) / (
@@ -59,7 +52,7 @@ FAMILY = Family.of(
     fused=Fused("c_attn", conv1d=True),
     output_conv1d=True,
     scale=scale,
-    refusal=refusal,
+    refused={"add_cross_attention": "layers with cross-attention ({name}) have no slim form; convert models without"},
     embed=embed,
     left_out=(".attn.bias", ".attn.masked_bias"),
     renamed={start: f"transformer.{start}" for start in ("wte.", "wpe.", "h.", "ln_f.")},

@@ -24,7 +24,6 @@ class _Attention(SlimAttention):
         return self.head_size
 
     def forward(self, hidden_states: Tensor, *, layer_past: Any = None, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Attend as `SlimAttention.forward` does, with the cache as `layer_past`."""
         return super().forward(hidden_states, **{CACHE: layer_past}, **kwargs)
 
 

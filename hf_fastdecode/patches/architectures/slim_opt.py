@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers.models.opt import modeling_opt as opt
 
@@ -27,8 +27,6 @@ SlimOPTDecoder = slim_class(SlimOPTConfig, SlimDecoder, opt.OPTDecoder, slim_att
 
 
 class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
-    """OPT's decoder, as `SlimOPTForCausalLM` names it."""
-
     config_class = SlimOPTConfig
     slim_attention = SlimOPTAttention
     blocks, attention = "decoder.layers", "self_attn"
@@ -42,11 +40,6 @@ class SlimOPTModel(SlimPreTrainedModel, opt.OPTModel):
 class SlimOPTForCausalLM(SlimCausalLM, opt.OPTForCausalLM):
     config_class = SlimOPTConfig
     slim_base = SlimOPTModel
-
-    @staticmethod
-    def make_head(config: Any) -> nn.Linear:
-        """The projection to logits, of embeddings that may be narrower than the layers."""
-        return nn.Linear(config.word_embed_proj_dim, config.vocab_size, bias=False)
 
 
 def embed(config: Any, tensors: Mapping[str, Tensor], embedding: str, ids: Tensor) -> Tensor:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from ..decoder import slim_classes
 from ..layers.family import Family
 from ..slim_configs import SlimQwen2Config
 
-
-def refusal(config: Any) -> str | None:
-    """Refuse windows in some layers only: these drop slots, and positions are counted for all layers at once."""
-    if "sliding_attention" not in config.layer_types:
-        return None
-    return "layers with a sliding window beside others (use_sliding_window) have no slim form; convert models without"
-
-
 SlimQwen2Attention, SlimQwen2Model, SlimQwen2ForCausalLM = slim_classes(SlimQwen2Config, qwen2)
-FAMILY = Family.of(SlimQwen2ForCausalLM, refusal=refusal)
+# Layers with a window drop slots, and positions are counted for all layers at once.
+FAMILY = Family.of(
+    SlimQwen2ForCausalLM,
+    refused={
+        "sliding_attention": "layers with a sliding window beside others have no slim form; convert models without"
+    },
+)

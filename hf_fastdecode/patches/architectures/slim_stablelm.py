@@ -31,7 +31,6 @@ class _Attention(SlimAttention):
     def forward(
         self, hidden_states: Tensor, position_embeddings: Rotation | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as `SlimAttention.forward` does, with the rotation as `position_embeddings`."""
         return super().forward(hidden_states, **{ROTATION: position_embeddings}, **kwargs)
 
     def norm(self, module: Any, x: Tensor) -> Tensor:
@@ -49,7 +48,6 @@ class SlimStableLmDecoderLayer(stablelm.StableLmDecoderLayer):
     """A layer with slim attention; the ordinary one hands its attention a fixed set of arguments."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        """Run the layer, with the rotation in the place of `position_embeddings`."""
         kwargs["position_embeddings"] = kwargs.pop(ROTATION, None)
         return super().forward(hidden_states, **kwargs)
 

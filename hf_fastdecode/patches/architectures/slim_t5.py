@@ -95,21 +95,14 @@ def score_bias(model: Any, tokens: int) -> Tensor:
     return model.decoder.block[0].layer[0].SelfAttention.compute_bias(tokens, tokens)[0]
 
 
-def refusal(config: Any) -> str | None:
-    """Refuse Chronos: its configs are those of T5, but its classes are in another package."""
-    if getattr(config, "chronos_config", None) is None:
-        return None
-    return (
-        "Chronos models have classes of another package (chronos-forecasting), and Chronos-Bolt's decoder makes one "
-        "pass for each forecast, so that no step reads a cache; keep it as it is"
-    )
-
-
 FAMILY = Family.of(
     SlimT5ForConditionalGeneration,
     embedding="shared.weight",
     layers="decoder.block.",
     scale=lambda config, index: 1.0,
     score_bias=score_bias,
-    refusal=refusal,
+    refused={  # whose configs are those of T5
+        "chronos_config": "Chronos models have classes of another package (chronos-forecasting), and Chronos-Bolt's "
+        "decoder makes one pass for each forecast, so that no step reads a cache; keep it as it is"
+    },
 )

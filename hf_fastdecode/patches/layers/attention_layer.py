@@ -79,11 +79,9 @@ class SlimAttention(SlimTokens):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, with the ordinary layer's arguments, but `ROTATION` in the place of `position_embeddings`.
 
-        Raises:
-            ValueError: The layer is not called by a slim model, which gives it `ROTATION`; it caches in 8 bits and is
-                being trained; a `QuantizedCache` would round positions; or the cache holds tokens of another
-                `slim_rope` or model.
-            Unsupported: See `check_shared`.
+        Raises ValueError where the layer is not called by a slim model, which gives it `ROTATION`; it caches in 8 bits
+        and is being trained; a `QuantizedCache` would round positions; or the cache holds tokens of another
+        `slim_rope` or model. Unsupported as `check_shared`.
         """
         rotation: Rotation | None = kwargs.get(ROTATION)
         if self.config.rotary and rotation is None:
@@ -201,7 +199,7 @@ def shared_attention(
         merged = by_kernel or _suffix_partial(layer, to_suffix, kv, rotation and rotation.keys)
         if kv.forest.nodes:
             merged = merge(merged, handle.layer.attend_nodes(to_nodes, layer.scaling))
-        merged = handle.layer.of_all_processes(merged)
+        merged = cache.state.division.merge(merged)
     nodes, pytorch = f"{len(kv.forest.nodes)} node(s)", "PyTorch's operators"
     by = f" and slim suffixes by {pytorch}" if by_kernel is None else f" by {pytorch}, slim suffixes by slim_decode"
     handle.layer.report("decode", nodes + by)

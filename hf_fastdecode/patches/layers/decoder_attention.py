@@ -82,11 +82,8 @@ class SlimDecoderAttention(SlimTokens):
 
         For cross-attention `encoded` is the encoder's output, ``[rows, tokens, key_d]``. The cache is an
         `EncoderDecoderCache`; any cache for self-attention; or None. Over a shared-context cache, biases by distance
-        (`attention.kv.Scoring`) are `distances`, else in the mask, which is as for `slim_attention`.
-
-        Raises:
-            ValueError: The layer caches in 8 bits and is being trained.
-            Unsupported: Over a shared-context cache, small weights are skipped.
+        (`attention.kv.Scoring`) are `distances`, else in the mask, which is as for `slim_attention`. Raises ValueError
+        where the layer caches in 8 bits and is being trained, Unsupported as `check_shared`.
         """
         query = getattr(self, self.projections[0])(hidden_states)
         output = getattr(self, self.output_projection)

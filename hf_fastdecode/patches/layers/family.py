@@ -92,7 +92,7 @@ class Family:
             and the projection.
         norm_weight: The weight that `norm` takes, from an attention's tensors and ``q`` or ``k``; None without a norm.
         scale: Factor on the scores, from a config and a layer's index; None for ``head_dim ** -0.5``.
-        refusal: Why a model of a config has no slim form, or None.
+        refused: By name of a config's field, or of a type of layers, why models with it have no slim form.
         longrope: Whether RoPE of type ``longrope`` works, since the model drops its cache when the frequencies change.
         decoder_layer: Of decoders, makes an ordinary layer from a config and an index.
         rotary: Makes the module for cos and sin of positions from a config; None without RoPE.
@@ -119,7 +119,7 @@ class Family:
         f"{part}_norm.weight"
     )
     scale: Callable[[Any, int], float] | None = None
-    refusal: Callable[[Any], str | None] = lambda config: None
+    refused: Mapping[str, str] = field(default_factory=dict)
     longrope: bool = False
     decoder_layer: Any = None
     rotary: Callable[[Any], Any] | None = None
@@ -154,6 +154,13 @@ class Family:
     @property
     def has_encoder(self) -> bool:
         return len(self.paths) == 2
+
+    def refusal(self, config: Any) -> str | None:
+        """Why a model of a config has no slim form, or None."""
+        for name, reason in self.refused.items():
+            if value := getattr(config, name, name in (getattr(config, "layer_types", None) or ())):
+                return reason.format(name=name, value=value)
+        return None
 
     def model_name(self, stored: str) -> str:
         """Name that a model has for a checkpoint's tensor."""

@@ -74,16 +74,12 @@ def averages_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Average each row's suffix; `partial_of` makes values of the averages.
 
-    Args:
-        query: ``[rows, heads, 1, head_dim]``, normalised and rotated.
-        suffix: As cached, ``[rows, 1, slots, width]`` each.
-        lengths: ``[rows]`` int32, on the device: tokens in each suffix.
-        tables: Tables of at least the suffixes' slots; None without RoPE.
-        starts: ``[rows]`` int32, on the device: the first slot that each row sees; None for slot 0.
+    Of queries ``[rows, heads, 1, head_dim]``, normalised and rotated, over suffixes as cached, ``[rows, 1, slots,
+    width]`` each, which begin at `starts`, or 0, and have `lengths` tokens, ``[rows]`` int32 each on the device.
+    Tables are of at least the suffixes' slots; None without RoPE.
 
-    Returns:
-        Averages of keys ``[rows, heads, e]`` and V-coordinates ``[rows, heads, r]``, and the log-sum-exp
-        ``[rows, heads]``.
+    Returns averages of keys ``[rows, heads, e]`` and V-coordinates ``[rows, heads, r]``, and the log-sum-exp
+    ``[rows, heads]``.
     """
     from ...kernels.slim_decode.api import slim_decode
 
@@ -224,10 +220,7 @@ def _branch_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
-    """Context whose launches may run beside all others; they are joined at its end, and in errors.
-
-    Memory that is allocated in the branch is reused only there, after all earlier work of the current stream.
-    """
+    """Context whose launches may run beside all others, with memory of their own; joined at its end."""
     if device.type != "cuda":
         yield nullcontext()
         return
@@ -274,7 +267,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
     terms = [Term(*slim.from_keys.product(averages))]
     if slim.directions is not None:
         terms.append(Term(*slim.directions.product(of_coordinates)))
-    in_range, merges = stored_dtype == torch.float16, cache.has_nodes or cache.is_divided
+    in_range, merges = stored_dtype == torch.float16, cache.has_nodes or cache.division.is_divided
     product_dtype = torch.float32 if merges else dtype
     out = stored_product(terms, slim.constant, in_range=in_range, arrived=arrived, dtype=product_dtype)
     if not merges:
@@ -286,10 +279,7 @@ def _attend(layer: SlimTokens, inputs: Tensor, cache: CapturedCache, rotation: R
 def captured_attention(
     layer: SlimTokens, query: Tensor, exact: tuple[Tensor, Tensor], cache: CapturedCache, rotation: Rotation | None
 ) -> Tensor:
-    """Attention of a captured step, one token per row, with PyTorch's projections; see `shared_attention`.
-
-    Raises Unsupported where the kernels do not take these tensors, ValueError where the cache holds another dtype.
-    """
+    """Attention of a captured step with PyTorch's projections; arguments and errors as of `attend_in_few_launches`."""
     with no_autocast(query.device):
         stored = layer.stored(*exact, cache_dtype(query.dtype, layer.layer), rotation)
         suffix = cache.append_in_place(layer.layer_idx, stored)
@@ -308,4 +298,4 @@ def _merge_with_nodes(
     if cache.has_nodes:
         to_nodes = layer.scored_query(query, rotation and rotation.tokens).to(query.dtype)
         part = merge(part, cache.attend_nodes(layer.layer_idx, to_nodes, layer.scaling))
-    return cache.of_all_processes(part).out.transpose(1, 2).flatten(2).to(query.dtype)
+    return cache.division.merge(part).out.transpose(1, 2).flatten(2).to(query.dtype)

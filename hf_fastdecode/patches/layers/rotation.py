@@ -49,13 +49,10 @@ def forest_rotation(
 ) -> Rotation:
     """Tables for a pass over a shared-context cache, by `tables` of positions ``[rows or 1, tokens]``.
 
-    Prefill rotates the keys of its tokens, a step those of suffixes. Scores depend on differences of positions
-    only: counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached
-    after RoPE (`unrotates`) hold their positions.
-
-    Raises:
-        ValueError: In a pass outside generation, positions that do not continue those of each row, unless they are
-            cached.
+    Prefill rotates the keys of its tokens, a step those of suffixes. Scores depend on differences of positions only:
+    counted from a suffix's first token, one table serves the keys of all rows. Suffixes whose keys are cached after
+    RoPE (`unrotates`) hold their positions; otherwise ValueError, in a pass outside generation, for positions that do
+    not continue those of each row.
     """
     tokens = tables(position_ids)
     if cache.state.current.items:
@@ -92,7 +89,8 @@ def captured_rotation(tables: Callable[[Tensor], Tables], cache: CapturedCache, 
     """Tables for a captured step; those of slots are made once, as the constant `OF_SLOTS`."""
 
     def of_slots() -> RotaryTables:
-        return _of_slots(tables, cache.positions_of_slots().to(position_ids.device)[None])[1]
+        slots = cache.division.suffix_shard.positions(cache.capacity)
+        return _of_slots(tables, slots.to(position_ids.device)[None])[1]
 
     cache.constant(OF_SLOTS, of_slots)
     return Rotation(position_ids, tables(position_ids), None, tables(cache.new.positions[:, None]))

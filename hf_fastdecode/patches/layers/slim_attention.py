@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,33 +99,25 @@ class InputProjection(Projection):
 
 @dataclass(frozen=True)
 class InputValues:
-    """Values of cached inputs by their projection, with the methods of `slim_values.SlimValues`."""
+    """Values of cached inputs ``[rows, 1, tokens, d]`` by their projection: inputs are averaged, then projected.
+
+    It has the methods of `slim_values.SlimValues`.
+    """
 
     projection: InputProjection
     heads: int
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]``, of cached inputs ``[rows, 1, tokens, d]``."""
         return self.projection(keys[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, see `CachedValues`: inputs are averaged, and the averages are projected."""
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the same inputs
         average = (flat @ keys[:, 0].to(flat.dtype)).unflatten(1, probabilities.shape[1:3])
         return self.projection(average, self.heads)
 
 
-class CachedValues(Protocol):
-    """Values that follow from what a layer caches: `slim_values.SlimValues` or `InputValues`."""
-
-    def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]``, of cached keys (or inputs) and V-coordinates."""
-
-    def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, with weights in fp32 that sum to 1.
-
-        The weights are ``[rows, heads, queries, tokens]``.
-        """
+CachedValues = SlimValues | InputValues
+"""Values that follow from what a layer caches."""
 
 
 QUERIES_AT_ONCE: Final = 256
@@ -154,7 +146,7 @@ def without_small(probabilities: Tensor, threshold: float) -> Tensor:
 
 
 def averaged(values: CachedValues, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-    """`CachedValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
+    """`SlimValues.averaged` of weights that need not sum to 1: constants of the values are weighted too."""
     total = probabilities.sum(-1, keepdim=True)
     shares = probabilities / total.clamp(min=torch.finfo(total.dtype).tiny)
     return values.averaged(shares, keys, coordinates) * total
@@ -209,8 +201,7 @@ def slim_attention(
         coordinates: ``[rows, 1, tokens, r]``, likewise.
         mask: ``[rows, 1 or heads, queries, tokens]`` of bool, or to be added to scores; None for `causal_mask`, or
             with ``causal=False`` for all tokens.
-        dropout: Share of the weights that is dropped.
-        threshold: Weights below it count as 0; 0 turns this off.
+        dropout, threshold: Share of the weights that is dropped, and bound below which they count as 0; 0 for neither.
         dtype: Dtype of fused attention and of the result.
         weights_wanted: Whether to return the attention weights, which fused attention does not give.
 
@@ -351,7 +342,6 @@ class SlimTokens(nn.Module):
 
     @property
     def values(self) -> CachedValues:
-        """Module that makes values of cached tokens."""
         if self.caches_inputs:
             return InputValues(getattr(self, self.projections[2]), self.heads)
         return self.slim

@@ -188,7 +188,6 @@ class StoredMatrix(KeepsDtype):
         self.register_buffer("scales", torch.ones(columns, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., rows]`` to ``[..., columns]`` in fp32, see `sum_of_products`."""
         return sum_of_products([self.product(x)])
 
     def product(self, x: Tensor) -> Product:
@@ -226,13 +225,14 @@ class SlimValues(KeepsDtype):
         return cached[:, None], coordinates[:, None]
 
     def per_token(self, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values, ``[rows, tokens, e_v]`` in fp32, of cached keys and V-coordinates."""
         return self._values(keys[:, 0], coordinates[:, 0])
 
     def averaged(self, probabilities: Tensor, keys: Tensor, coordinates: Tensor) -> Tensor:
-        """Values averaged per head, see `CachedValues`, without making those of each token (Slim attention, eq. 2.1).
+        """Values averaged per head, ``[rows, heads, queries, e_v / heads]``, without making those of each token (eq.
+        2.1).
 
-        Averages of the keys are as sensitive to rounding as the keys are, and stay in fp32 up to their product with M.
+        The weights, ``[rows, heads, queries, tokens]`` in fp32, sum to 1. Averages of the keys are as sensitive to
+        rounding as the keys are, and stay in fp32 up to their product with M.
         """
         heads = probabilities.shape[1]
         flat = probabilities.flatten(1, 2)  # [rows, heads * queries, tokens]: all heads average the keys of all heads

@@ -114,8 +114,6 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
 def test_cross_attention_and_bad_arguments() -> None:
     plan = plan_layer(layer(), text(7), text(126))
     assert ("e", 0) in caches(plan)
-    with pytest.raises(ValueError, match=r"needs 2 tokens.* got 1"):
-        plan_layer(layer(), text(1))
     for dtype, remedy in (
         (torch.float32, "; repair the weights of the layers before, or the calibration input"),
         (torch.bfloat16, "; repair the weights of the layers before, or the calibration input"),
@@ -132,8 +130,6 @@ def test_cross_attention_and_bad_arguments() -> None:
     for dtype, remedy in ((torch.float32, "repair the weights$"), (torch.float16, "convert in a wider dtype$")):
         with pytest.raises(ValueError, match=f"gives inf or nan with an ordinary cache .*{remedy}"):
             plan_layer(broken, text(126), model_dtype=dtype)
-    with pytest.raises(ValueError, match="RoPE in cross-attention"):
-        plan_layer(layer(), text(7), text(126), rotation=rope(7))
 
 
 def test_ordinary_errors_are_those_of_attention_in_that_dtype() -> None:
