@@ -55,8 +55,10 @@ class ByKernels:
 
     def finish(self, layer: int, nodes: Partial) -> Tensor:
         """To a layer's suffixes, merged with what was found of its nodes."""
-        stack = self._stack
-        return self._suffixes.attend(layer, stack.queries[layer], *stack.new(layer), stack.scoring, other=nodes)
+        stack, query = self._stack, self._stack.queries[layer]
+        own = Partial(*map(torch.empty_like, nodes))
+        self._suffixes.attend(layer, query, *stack.new(layer), stack.scoring, into=own)
+        return merge(own, nodes).out.to(query.dtype)
 
 
 class ByOperators:
