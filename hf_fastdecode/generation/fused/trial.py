@@ -191,16 +191,21 @@ def tried(trial: Any, *args: Any) -> Any:
 
 
 _WIDENED = frozenset(
-    "acos asin cosh cosine_similarity cumprod cumsum dist exp expm1 group_norm layer_norm log log10 log1p log2 "
-    "log_softmax logsumexp norm pow prod reciprocal rms_norm rpow rsqrt sinh softmax softplus sum tan".split()
+    "acos arccos arcsin asin cdist cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm "
+    "linalg_matrix_norm linalg_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp norm normalize "
+    "pairwise_distance pow prod rdiv reciprocal renorm rms_norm rpow rsqrt sinh softmax softmin softplus "
+    "special_erfinv special_expm1 special_log1p special_log_softmax special_logsumexp special_softmax square sum "
+    "tan".split()
 )
-"""Functions of which autocast on CUDA computes those of half precision in fp32, with results in fp32."""
+"""Functions of which autocast on CUDA computes those of half precision in fp32, with results in fp32, or which call
+one of these."""
 
 _NARROWED = frozenset(
-    "addbmm addmm addmv addr baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm mv rmatmul "
+    "addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
+    "conv_transpose3d einsum linalg_matmul linalg_multi_dot linalg_vecdot linear matmul mm mv prelu rmatmul "
     "scaled_dot_product_attention".split()
 )
-"""Functions that autocast computes in its own dtype."""
+"""Functions that autocast computes in its own dtype, or which call one of these."""
 
 
 class _Casts(TorchFunctionMode):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
@@ -14,7 +18,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.generation.fused import rotary
 from hf_fastdecode.generation.fused.modules import FusedModules
-from hf_fastdecode.generation.fused.trial import fused_here
+from hf_fastdecode.generation.fused.trial import _Casts, fused_here
 
 from .half_models import DEVICE, half
 
@@ -84,6 +88,53 @@ def test_what_autocast_casts() -> None:
         found = model.model.norm(x)
     assert found.dtype == expected.dtype  # fp32 on a GPU
     assert torch.equal(found, expected)
+
+
+@contextmanager
+def autocast_on_cuda() -> Iterator[None]:
+    """Autocast as on a GPU, where there may be none, over tensors without numbers."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+FUNCTIONS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.square(),
+    lambda x: x**2,
+    lambda x: 1 / x,
+    lambda x: F.normalize(x, dim=-1),
+    lambda x: torch.linalg.vector_norm(x, dim=-1),
+    lambda x: torch.linalg.norm(x, dim=-1),
+    lambda x: x.norm(dim=-1),
+    lambda x: F.softmin(x, dim=-1),
+    lambda x: torch.special.softmax(x, -1),
+    lambda x: x.softmax(-1),
+    lambda x: x.softmax(-1, dtype=torch.float32),
+    lambda x: F.softplus(x) + torch.log1p(x).exp(),
+    lambda x: x.mean(-1) + x.var(-1) + x.amax(-1),
+    lambda x: x * torch.sigmoid(x) + F.silu(x) + F.gelu(x) + x.tanh() + x.sqrt() + x / 2,
+    lambda x: torch.tensordot(x, x, dims=1) + torch.inner(x, x),
+    lambda x: torch.linalg.vecdot(x, x),
+    lambda x: F.linear(x, x) + x @ x + torch.einsum("ij,jk->ik", x, x),
+    lambda x: F.prelu(x, x.amax(0)),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_names_of_what_autocast_casts(function: Callable[[Tensor], Tensor]) -> None:
+    """Also of functions that call others which it casts: autocast sees these, and modes do not."""
+    for dtype in (torch.bfloat16, torch.float32):
+        with _Casts() as casts:
+            plain = function(torch.ones(4, 4, dtype=dtype)).dtype
+        with autocast_on_cuda():
+            found = function(torch.ones(4, 4, dtype=dtype, device="cuda")).dtype
+        assert casts.seen == (found != plain), dtype
 
 
 class ByTensor(LlamaMLP):
