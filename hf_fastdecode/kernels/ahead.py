@@ -119,8 +119,6 @@ def compile_in_background(run: Callable[[], object], device: torch.device) -> No
             with _beside_the_call(device), _compiling(_LeftOut(everything=True), device):
                 run()
                 listed.set()
-        except Exception as error:
-            logger.debug("kernels are compiled when they are launched: %s", error)
         finally:
             listed.set()
 
@@ -148,7 +146,7 @@ def compile_beside(run: Callable[[], object], device: torch.device) -> None:
                     listed.found.popleft()()
 
     def begin() -> None:
-        with suppress(Exception), _beside_the_call(device):
+        with _beside_the_call(device):
             _left_out.set(listed)  # of this thread
             run()
         for _ in range(_THREADS_BESIDE):
@@ -158,9 +156,23 @@ def compile_beside(run: Callable[[], object], device: torch.device) -> None:
         _start(begin)
 
 
-def _beside_the_call(device: torch.device) -> torch.cuda.StreamContext:
-    """Context of a stream of its own: a copy from the host would wait for the prefill that the call has queued."""
-    return torch.cuda.stream(torch.cuda.Stream(device))
+@contextmanager
+def _beside_the_call(device: torch.device) -> Iterator[None]:
+    """Context of a thread that lists kernels, which compile when they are launched where it fails.
+
+    It has a stream of its own: a copy from the host would wait for the prefill that the call has queued.
+    """
+    try:
+        with torch.cuda.stream(_stream_of_lists(device)):
+            yield
+    except Exception as error:
+        logger.debug("kernels are compiled when they are launched: %s", error)
+
+
+@lru_cache
+def _stream_of_lists(device: torch.device) -> torch.cuda.Stream:
+    """One for all: PyTorch has 32 of a device, of which others capture on some, and keeps memory for each."""
+    return torch.cuda.Stream(device)
 
 
 def _start(target: Callable[[], None]) -> list[Thread]:
