@@ -49,12 +49,12 @@ def attend_bert(
     return attend_shared(module, query, kv, scaling=module.attention_head_size**-0.5).flatten(2), None
 
 
-def attend_gpt2(module: Any, query: Tensor, key: SharedKV, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def attend_gpt2(module: Any, query: Tensor, key: SharedKV, value: Any, mask: Any = None) -> tuple[Tensor, None]:
     """Overrides `_attn`, which returns ``[rows, heads, tokens, head_dim]``."""
     return attend_shared(module, query, key, scaling=query.shape[-1] ** -0.5).transpose(1, 2), None
 
 
-def attend_imagegpt(module: Any, query: Tensor, key: SharedKV, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def attend_imagegpt(module: Any, query: Tensor, key: SharedKV, value: Any, mask: Any = None) -> tuple[Tensor, None]:
     """Overrides `ImageGPTAttention._attn`, of which the config chooses the scale."""
     scale = query.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
     if module.scale_attn_by_inverse_layer_idx:
@@ -62,7 +62,7 @@ def attend_imagegpt(module: Any, query: Tensor, key: SharedKV, *args: Any, **kwa
     return attend_shared(module, query, key, scaling=scale).transpose(1, 2), None
 
 
-def attend_gpt_neo(module: Any, query: Tensor, key: SharedKV, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def attend_gpt_neo(module: Any, query: Tensor, key: SharedKV, value: Any, mask: Any = None) -> tuple[Tensor, None]:
     """Overrides `GPTNeoSelfAttention._attn`, which returns ``[rows, heads, tokens, head_dim]``.
 
     Local layers have a window of slots, for which it takes no mask; scores are not scaled.

@@ -13,6 +13,7 @@ SlimQwen2Attention, SlimQwen2Model, SlimQwen2ForCausalLM = slim_classes(SlimQwen
 FAMILY = Family.of(
     SlimQwen2ForCausalLM,
     refused={
-        "sliding_attention": "layers with a sliding window beside others have no slim form; convert models without"
+        "sliding_attention": "layers with a sliding window beside others (use_sliding_window) have no slim form; "
+        "convert models without"
     },
 )

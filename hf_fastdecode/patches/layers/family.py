@@ -158,7 +158,8 @@ class Family:
     def refusal(self, config: Any) -> str | None:
         """Why a model of a config has no slim form, or None."""
         for name, reason in self.refused.items():
-            if value := getattr(config, name, name in (getattr(config, "layer_types", None) or ())):
+            value = getattr(config, name, name in (getattr(config, "layer_types", None) or ()))
+            if value is not None and value is not False:
                 return reason.format(name=name, value=value)
         return None
 
