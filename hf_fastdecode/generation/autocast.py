@@ -43,17 +43,15 @@ def computes_in(model: PreTrainedModel) -> torch.dtype:
 @contextmanager
 def casting_anew(model: PreTrainedModel) -> Iterator[None]:
     """Context of a captured pass, in which autocast neither finds nor keeps casts of weights."""
-    own, enabled = _autocasts_of(model), torch.is_autocast_cache_enabled()
-    before = [getattr(one, CACHES_CASTS) for one in own]
-    try:
-        for one in own:
+    enabled = torch.is_autocast_cache_enabled()
+    with entered_again(model):
+        for one in _autocasts_of(model):
             setattr(one, CACHES_CASTS, False)
-        torch.set_autocast_cache_enabled(False)
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-        for one, enabled in zip(own, before, strict=True):
-            setattr(one, CACHES_CASTS, enabled)
+        try:
+            torch.set_autocast_cache_enabled(False)
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(enabled)
 
 
 @contextmanager

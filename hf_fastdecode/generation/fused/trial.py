@@ -191,21 +191,17 @@ def tried(trial: Any, *args: Any) -> Any:
 
 
 _WIDENED = frozenset(
-    "acos arccos arcsin asin cdist cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm "
-    "linalg_matrix_norm linalg_norm linalg_vector_norm log log10 log1p log2 log_softmax logsumexp norm normalize "
-    "pairwise_distance pow prod rdiv reciprocal renorm rms_norm rpow rsqrt sinh softmax softmin softplus "
-    "special_erfinv special_expm1 special_log1p special_log_softmax special_logsumexp special_softmax square sum "
-    "tan".split()
+    "acos arccos arcsin asin cdist cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm log "
+    "log10 log1p log2 log_softmax logsumexp matrix_norm norm normalize pairwise_distance pow prod rdiv reciprocal renorm "
+    "rms_norm rpow rsqrt sinh softmax softmin softplus square sum tan vector_norm".split()
 )
-"""Functions of which autocast on CUDA computes those of half precision in fp32, with results in fp32, or which call
-one of these."""
+"""Functions that autocast on CUDA widens from half precision to fp32, results too, or that call one of these."""
 
 _NARROWED = frozenset(
     "addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d "
-    "conv_transpose3d einsum linalg_matmul linalg_multi_dot linalg_vecdot linear matmul mm mv prelu rmatmul "
-    "scaled_dot_product_attention".split()
+    "conv_transpose3d einsum linear matmul mm multi_dot mv prelu rmatmul scaled_dot_product_attention vecdot".split()
 )
-"""Functions that autocast computes in its own dtype, or which call one of these."""
+"""Functions that autocast computes in its own dtype, or that call one of these."""
 
 
 class _Casts(TorchFunctionMode):
@@ -215,7 +211,7 @@ class _Casts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
-        name = getattr(function, "__name__", "").strip("_")
+        name = getattr(function, "__name__", "").strip("_").removeprefix("special_").removeprefix("linalg_")
         widened = name in _WIDENED and options.get("dtype") is None
         cast = TRIED_IN if widened else torch.float32 if name in _NARROWED else None
         self.seen |= any(isinstance(one, Tensor) and one.dtype == cast for one in (*args, *options.values()))

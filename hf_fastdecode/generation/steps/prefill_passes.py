@@ -218,9 +218,7 @@ def begin_compiling_for_other_rows(call: CallContext, prompts: Tensor) -> None:
     def launch() -> None:
         from ...kernels.row_products.api import launch_for_rows
 
-        for other in sorted(_ROWS, key=lambda other: (other < rows, other)):
-            if other > bucket(most):
-                continue
+        for other in sorted(filter(bucket(most).__ge__, _ROWS), key=lambda other: (other < rows, other)):
             with CAPTURING:  # no other thread should use the device then
                 for samples in sorted({min(other, _SAMPLES), other}):
                     tokens = max(1, width * samples // other)
