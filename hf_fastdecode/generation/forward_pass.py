@@ -21,6 +21,7 @@ from ..attention.overrides import own_code_of
 from ..cache.captured import CapturedCache, CapturedInputs
 from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
+from ..kernels.device import stream_for
 
 
 class PromptNames(NamedTuple):
@@ -224,12 +225,6 @@ with_labels = partial(setting, _labels)
 
 labels_of_pass = _labels.get
 """The labels of this thread's pass; None outside `with_labels`."""
-
-
-@functools.cache
-def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """The stream for work of one purpose, which runs in order."""
-    return torch.cuda.Stream(device)
 
 
 class Beside:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..log import logger
-from .device import interpreted, triton_is_installed
+from .device import interpreted, stream_for, triton_is_installed
 from .failures import Kernel, launching
 
 _MOST_THREADS = 8
@@ -163,16 +163,10 @@ def _beside_the_call(device: torch.device) -> Iterator[None]:
     It has a stream of its own: a copy from the host would wait for the prefill that the call has queued.
     """
     try:
-        with torch.cuda.stream(_stream_of_lists(device)):
+        with torch.cuda.stream(stream_for(device, "lists of kernels")):
             yield
     except Exception as error:
         logger.debug("kernels are compiled when they are launched: %s", error)
-
-
-@lru_cache
-def _stream_of_lists(device: torch.device) -> torch.cuda.Stream:
-    """One for all: PyTorch has 32 of a device, of which others capture on some, and keeps memory for each."""
-    return torch.cuda.Stream(device)
 
 
 def _start(target: Callable[[], None]) -> list[Thread]:

@@ -1,4 +1,4 @@
-"""Properties of a device on which launches depend, Triton's presence, and arrival counters of programs."""
+"""Properties of a device on which launches depend, Triton's presence, streams, and arrival counters of programs."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ def shared_memory(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; 4 where Triton interprets."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@lru_cache
+def stream_for(device: torch.device, purpose: str) -> torch.cuda.Stream:
+    """The stream for work of one purpose, in order: PyTorch has 32, handed out in turn, and keeps memory for each."""
+    return torch.cuda.Stream(device)
 
 
 MOST_COUNTERS = 1024

@@ -298,7 +298,7 @@ def test_a_branch_is_joined_after_an_error(within: bool, monkeypatch: pytest.Mon
             raise RuntimeError
 
     branch, current = Stream("branch"), Stream("current")
-    monkeypatch.setattr(kernel_attention, "_branch_stream", lambda _: branch)
+    monkeypatch.setattr(kernel_attention, "stream_for", lambda *_: branch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     with pytest.raises(RuntimeError):

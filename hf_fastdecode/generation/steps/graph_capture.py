@@ -28,10 +28,10 @@ from ..._compat import LINEAR, free_cublas_workspaces, tensor_version
 from ...attention.overrides import RowLengths
 from ...instance_methods import is_linear
 from ...kernels.ahead import compiled_ahead
+from ...kernels.device import stream_for
 from ...kernels.row_products.config import MOST_ROWS, fusing_products
 from ...parallel.ranks import ALONE, Ranks
 from ..autocast import casting_anew
-from ..forward_pass import stream_for
 from ..fused.experts import LargestOfFew
 from ..fused.gated import RowProducts
 from ..fused.norms import WaitingSums

@@ -25,7 +25,7 @@ from ...conversion.fit.attention import Tables
 from ...conversion.fit.cached_numbers import EIGHT_BITS, views
 from ...errors import Unsupported
 from ...instance_methods import is_linear, is_unchanged
-from ...kernels.device import counters
+from ...kernels.device import counters, stream_for
 from ...kernels.failures import Kernel, KernelFailedError, failure
 from ...kernels.row_products.config import MOST_PORTABLE_ROWS, fuses_products
 from ...kernels.row_products.config import refusal as products_refusal
@@ -213,18 +213,13 @@ def attend_in_few_launches(
         return None
 
 
-@lru_cache
-def _branch_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 @contextmanager
 def _branch(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
     """Context whose launches may run beside all others, with memory of their own; joined at its end."""
     if device.type != "cuda":
         yield nullcontext()
         return
-    current, branch = torch.cuda.current_stream(device), _branch_stream(device)
+    current, branch = torch.cuda.current_stream(device), stream_for(device, "branch of a slim layer")
     branch.wait_stream(current)
     try:
         yield torch.cuda.stream(branch)
