@@ -191,9 +191,9 @@ def tried(trial: Any, *args: Any) -> Any:
 
 
 _WIDENED = frozenset(
-    "acos arccos arcsin asin cdist cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm log "
-    "log10 log1p log2 log_softmax logsumexp matrix_norm norm normalize pairwise_distance pow prod rdiv reciprocal renorm "
-    "rms_norm rpow rsqrt sinh softmax softmin softplus square sum tan vector_norm".split()
+    "acos arccos arcsin asin cdist cosh cosine_similarity cumprod cumsum dist erfinv exp expm1 group_norm layer_norm "
+    "log log10 log1p log2 log_softmax logsumexp matrix_norm norm normalize pairwise_distance pow prod rdiv reciprocal "
+    "renorm rms_norm rpow rsqrt sinh softmax softmin softplus square sum tan vector_norm".split()
 )
 """Functions that autocast on CUDA widens from half precision to fp32, results too, or that call one of these."""
 
