@@ -150,7 +150,7 @@ def page(found: Report, pictures: Mapping[str, bytes]) -> str:
     if found.accuracy is not None:
         parts.append(_terminal_table("tasks", *task_table(found.accuracy)))
     endless = Console(width=1 << 20)  # tables that do not fit would be cut, and lose columns
-    width = max([160, *(endless.measure(part).maximum for part in parts if isinstance(part, Table))])
+    width = max([120, *(endless.measure(part).maximum for part in parts if isinstance(part, Table))])
     console = Console(record=True, width=width, file=StringIO(), force_terminal=False)
     console.print(Group(*parts))
     settings = json.dumps(found.settings, indent=1, ensure_ascii=False)
