@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from copy import copy
 from functools import wraps
 from inspect import Parameter
 from io import TextIOWrapper
@@ -29,7 +30,7 @@ from .options import check_choice, parameters_of, with_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
+    from rich.table import Column, Table
 
 
 TRACEBACK_VARIABLE: Final = "HF_FASTDECODE_TRACEBACK"
@@ -298,9 +299,7 @@ def show_tables(*found: RenderableType) -> None:
             elif _chosen.get() == "markdown":
                 typer.echo(_markdown(part))
             else:
-                for column in getattr(part, "columns", ()):
-                    column.overflow = "fold"  # nothing is cut
-                console.print(part)
+                console.print(*_folded(part, console.width), sep="\n")
 
 
 def _parts(found: Any) -> Iterator[Any]:
@@ -343,3 +342,46 @@ def _markdown(part: Any) -> str:
     title = f"**{str(part.title).strip()}**\n\n" if part.title else ""
     note = str(part.caption) if part.caption else ""
     return title + markdown([" ".join(str(column.header).split()) for column in part.columns], rows, note)
+
+
+def _folded(part: Any, width: int) -> Iterator[Any]:
+    """The part; a table that is too wide without lines between columns, and if need be as several tables.
+
+    Each of these has the first column, and as many others as fit.
+    """
+    from rich.table import Table
+
+    if not isinstance(part, Table) or not part.show_header:
+        yield part
+        return
+    sizes = [_widths(column) for column in part.columns]
+    between, edges = part.padding[1] + part.padding[3] + (part.box is not None), int(part.box is not None)
+    if part.box is not None and sum(least + between for least, _ in sizes) + edges > width:
+        part = copy(part)
+        part.box, part.padding, part.pad_edge, between, edges = None, (0, 1, 0, 0), False, 1, 0
+    groups: list[list[int]] = [[0]]
+    for index in range(1, len(sizes)):
+        if len(groups[-1]) > 1 and sum(sizes[one][0] + between for one in (*groups[-1], index)) + edges > width:
+            groups.append([0])
+        groups[-1].append(index)
+    for group in groups:
+        piece = copy(part)
+        piece.columns = [copy(part.columns[index]) for index in group]
+        free = width - edges - sum(sizes[index][0] + between for index in group)
+        for slot, (column, index) in enumerate(zip(piece.columns, group, strict=True)):
+            least, most = sizes[index]
+            column._index, column.width = slot, least + max(0, min(free, most - least))
+            column.overflow, free = "fold", free - column.width + least
+        piece.title = part.title if group is groups[0] else None
+        piece.caption = part.caption if group is groups[-1] else None
+        yield piece
+
+
+def _widths(column: Column) -> tuple[int, int]:
+    """Least and most letters of a line: headings break at spaces, numbers not before their units."""
+    heading, cells = (
+        [line for text in texts for line in str(text).splitlines()] for texts in ([column.header], column.cells)
+    )
+    words = [word for line in (*heading, *cells) for word in line.split()]
+    unbroken = [*heading, *cells] if column.no_wrap else cells if column.justify == "right" else []
+    return max(map(len, [*words, *unbroken]), default=1), max(map(len, [*heading, *cells]), default=1)

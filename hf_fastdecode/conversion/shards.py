@@ -30,7 +30,7 @@ _METADATA: Final = {"format": "pt"}
 _PLAIN: Final = {
     "shard_bytes": "shard size (`max_shard_size`)",
     "files": "source, or its files have changed",
-    "version": f"version of hf-fastdecode than {__version__}, which alone can continue it",
+    "version": f"version of hf-fastdecode, which alone can continue it (this is {__version__})",
 }
 """Words for settings whose names say too little."""
 

@@ -44,8 +44,9 @@ class FastDecodeLM(HFLM):
             Options(mode=mode, sampler=sampler, reuse_prefix=reuse_prefix)
         except ValueError as error:
             raise InputError(f"--model_args: {error}") from error
-        if not re.fullmatch(r"auto(:\d+)?|0*[1-9]\d*", size := str(arguments.get("batch_size") or 1)):
-            raise InputError(f"--batch_size must be a whole number of at least 1, auto or auto:N, got {size!r}")
+        size = arguments.get("batch_size")
+        if size is not None and not re.fullmatch(r"auto(:\d+)?|0*[1-9]\d*", str(size)):
+            raise InputError(f"--batch_size must be a whole number of at least 1, auto or auto:N, got {str(size)!r}")
         if isinstance(pretrained, str):
             pretrained, arguments = _of_checkpoint(pretrained, arguments)
         super().__init__(pretrained, **arguments)

@@ -95,7 +95,7 @@ def _number(value: float) -> str:
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
 
 
-def report_text(found: Report) -> RenderableType:
+def report_text(found: Report) -> Group:
     """Show accuracy, latency and notes as tables for a terminal."""
     parts: list[RenderableType] = [Text(found.title, style="bold")]
     if found.accuracy is not None:
@@ -128,6 +128,7 @@ _HEAD: Final = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
 body {{ max-width: 68rem; margin: 2rem auto; padding: 0 1rem }}
@@ -145,12 +146,15 @@ _LEGEND: Final = (
 
 def page(found: Report, pictures: Mapping[str, bytes]) -> str:
     """Write the page: pictures, which are PNG bytes by their descriptions, and what a wide terminal shows."""
-    console = Console(record=True, width=160, file=StringIO())
-    console.print(report_text(found), Text(f"\n{_LEGEND}"))
+    parts = [*report_text(found).renderables, Text(f"\n{_LEGEND}")]
     if found.accuracy is not None:
-        console.print(_terminal_table("tasks", *task_table(found.accuracy)))
+        parts.append(_terminal_table("tasks", *task_table(found.accuracy)))
+    endless = Console(width=1 << 20)  # tables that do not fit would be cut, and lose columns
+    width = max([120, *(endless.measure(part).maximum for part in parts if isinstance(part, Table))])
+    console = Console(record=True, width=width, file=StringIO(), force_terminal=False)
+    console.print(Group(*parts))
     settings = json.dumps(found.settings, indent=1, ensure_ascii=False)
-    console.print(Text(f"\nsettings: {settings}"))
+    console.print(Text(f"\nsettings: {settings}"), soft_wrap=True)
     images = (
         f'<p><img alt="{escape(name)}" src="data:image/png;base64,{b64encode(picture).decode()}"></p>\n'
         for name, picture in pictures.items()

@@ -51,11 +51,13 @@ def provenance(device: torch.device | str, *, backend: str | None = None) -> dic
 
 
 def device_name(device: torch.device) -> str:
-    """A GPU's name; else the kind of processor, and the number of torch's threads."""
+    """The name of a CUDA GPU; of a CPU its architecture, and the number of torch's threads; of others the kind."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 

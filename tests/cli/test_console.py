@@ -8,6 +8,9 @@ import sys
 
 import pytest
 from huggingface_hub.utils import are_progress_bars_disabled
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from hf_fastdecode.cli.console import in_options, progress_bar, quiet_libraries, show_tables
@@ -87,15 +90,18 @@ def terminal(monkeypatch, capsys):
     return lines
 
 
-@pytest.mark.parametrize("width", [100, 40, 31])
+@pytest.mark.parametrize("width", [100, 40, 31, 28, 26])
 def test_wide_tables_are_folded(width, terminal):
-    """No heading is cut."""
+    """No number is broken, no heading is cut, and each part has the first column."""
     lines = terminal(width, MARKDOWN)
     assert lines[-1] == "A note."
     assert all(len(line) <= width for line in lines)
     words = [line.split() for line in lines]
-    assert ["1", "39.4", "1.67x"] in words and ["1024", "1613.5", "1.52x"] in words
-    assert "…" not in "".join(lines)
+    if width >= 31:
+        assert ["1", "39.4", "1.67x"] in words and ["1024", "1613.5", "1.52x"] in words
+    else:
+        assert all(row in words for row in (["1", "39.4"], ["1024", "1613.5"], ["1", "1.67x"], ["1024", "1.52x"]))
+    assert "bifurcated-compiled" in " ".join(lines)
 
 
 def test_bars_within_cells(terminal):
@@ -106,6 +112,18 @@ def test_bars_within_cells(terminal):
 def test_tables_are_markdown_in_files(capsys):
     show_tables(MARKDOWN)
     assert capsys.readouterr().out == MARKDOWN + "\n"
+
+
+def test_a_group_is_folded_too(terminal):
+    table = Table(title="a title")
+    for name in ("layer", "first number", "second number"):
+        table.add_column(name, justify="right")
+    table.add_row("0", "1234567890", "0987654321")
+    lines = terminal(24, Group(table, Text("the end")))
+    assert all(len(line) <= 24 for line in lines)
+    text = "\n".join(lines)
+    assert (text.count("a title"), text.count("layer"), lines[-1]) == (1, 2, "the end")
+    assert "1234567890" in text and "0987654321" in text
 
 
 @pytest.mark.parametrize("command", ["inspect embedded --context 512 2048 --n 16 128", "bench"])

@@ -121,7 +121,10 @@ def test_conversions_of_other_versions_are_not_resumed(interrupted: Path, source
     file.write_text(json.dumps({**state, "sha256": _digest(state)}))
     before = contents(interrupted)
     message = refused(source, interrupted.with_name("slim"), *RESUME)
-    assert f"{interrupted} had another version of hf-fastdecode than {__version__}, which alone can" in message
+    assert (
+        f"{interrupted} had another version of hf-fastdecode, which alone can continue it (this is {__version__})"
+        in message
+    )
     assert contents(interrupted) == before
 
 

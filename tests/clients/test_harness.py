@@ -116,6 +116,8 @@ def test_options_of_enable_are_model_args(arguments, reuse, mode):
 def test_other_options_are_refused_before_anything_is_loaded():
     with pytest.raises(InputError, match=r"--model_args: mode must be one of auto, .*, got 'fast'"):
         FastDecodeLM(pretrained="nosuch", mode="fast")
+    with pytest.raises(InputError, match="--batch_size must be a whole number of at least 1, auto or auto:N, got '0'"):
+        FastDecodeLM(pretrained="nosuch", batch_size=0)
 
 
 def test_a_model_of_ones_own_is_enabled():

@@ -125,6 +125,18 @@ def test_notes_and_devices_are_escaped(tmp_path):
     assert "&lt;b&gt;CPU&lt;/b&gt;: &lt;b&gt;red&lt;/b&gt; at n = 8" in text
 
 
+def test_no_column_of_the_page_is_cut(found):
+    accuracy = found.accuracy
+    tasks = [replace(accuracy.tasks[0], task_id="T" * 300), *accuracy.tasks[1:]]
+    settings = {**found.settings, "command": "a " * 200}
+    found = replace(found, accuracy=replace(accuracy, tasks=tasks), settings=settings)
+    lines = re.sub("<[^>]*>", "", page(found, {})).splitlines()
+    task = tasks[0]
+    numbers = [task.samples, task.passed, task.distinct, task.distinct_passed]
+    assert ["T" * 300, *map(str, numbers)] in map(str.split, lines)
+    assert any("a " * 200 in line for line in lines)
+
+
 def test_what_the_panels_show(found, drawn, tmp_path):
     report_figures.draw_against_latency(found, tmp_path / "a.png")
     (axes,) = drawn

@@ -5,10 +5,11 @@ import sys
 from dataclasses import asdict, dataclass
 
 import pytest
+import torch
 
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement import rows as rows_module
-from hf_fastdecode.measurement.rows import brief, failed, provenance, run
+from hf_fastdecode.measurement.rows import brief, device_name, failed, provenance, run
 
 HERE = {"device": "d", "torch": "1", "transformers": "2", "commit": "abc", "command": "bench x"}
 
@@ -77,6 +78,11 @@ def test_rows_of_another_commit_command_or_version_are_measured_again(tmp_path, 
     assert again.asked == ALL[:2]
     assert [row[changed] for row in rows] == ["other", "other"]
     assert [row[changed] for row in read_rows(out)] == ["other", "other", HERE[changed], HERE[changed]]
+
+
+def test_a_device_without_a_name_is_not_called_a_cpu():
+    assert device_name(torch.device("mps")) == "mps"
+    assert device_name(torch.device("cpu")).endswith("threads")
 
 
 def test_rows_of_another_device_stay(tmp_path):
