@@ -198,11 +198,14 @@ class View:
 def view_of(readable: tuple[Path, ...]) -> View:
     """Show the system's programs and libraries, and further absolute paths; symbolic links are followed.
 
-    Python packages of the system are hidden: they may hold the tests that a program is judged by. A ValueError for a
-    folder that would show the whole machine.
+    Python packages of the system are hidden: they may hold the tests that a program is judged by. A ValueError where a
+    path is relative or does not exist, or is a folder that would show the whole machine.
     """
-    if whole := {Path("/"), Path("/proc"), Path("/home"), Path.home()} & {*readable}:
-        raise ValueError(f"{whole.pop()} would show more than a program needs; name the folders that it reads instead")
+    for path in readable:
+        if not path.is_absolute() or not path.exists():
+            raise ValueError(f"readable paths must be absolute and exist, got {path}; use path.resolve()")
+        if path in (Path("/"), Path("/proc"), Path("/home"), Path.home()):
+            raise ValueError(f"{path} would show more than a program needs; name the folders that it reads instead")
     present = [Path(name) for name in (*_SYSTEM, *_SYSTEM_FILES) if os.path.lexists(name)]
     folders = [path for path in present if not path.is_symlink()]
     links = [(path, os.readlink(path)) for path in present if path.is_symlink()]
