@@ -207,7 +207,11 @@ def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
         needed = max(needed, int(_LEAST_SHARE * trie.given))
     if trie.saved + trie.repeated < needed:
         remedy = "position_ids that count from each row's first token may share more" if counts_padding else None
-        raise Unsupported(f"sharing would save {trie.saved} of {trie.given} tokens, and takes {needed} to pay", remedy)
+        raise Unsupported(
+            f"beginnings that save {options.fewest_saved} or more save {trie.saved} of {trie.given} tokens in all, "
+            f"and sharing takes {needed} to pay",
+            remedy,
+        )
 
 
 def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:

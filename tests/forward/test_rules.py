@@ -253,12 +253,15 @@ def test_options():
     with sharing(model, min_saved_tokens=81):
         model(**CALL)
         assert report_of(model).path == "stock"
-        assert "takes 81 to pay" in report_of(model).reason
+        # Of 80 tokens, none are in a beginning that saves enough.
+        assert "beginnings that save 81 or more save 0 of" in report_of(model).reason
 
 
 def test_rows_that_share_nothing():
     inputs = ragged_prompts(50, 50, 44)
-    check_stock(tiny_model(), "sharing would save 0 of 144 tokens", partial(outputs, inputs=inputs))
+    check_stock(
+        tiny_model(), "save 0 of 144 tokens in all, and sharing takes 1 to pay", partial(outputs, inputs=inputs)
+    )
 
 
 # Shared, whatever is around the pass
