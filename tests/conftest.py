@@ -9,8 +9,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from hf_fastdecode.kernels import ahead
-
 from .interpreter import make_faster
 
 # Examples take longer where others run beside them, and are the same in every run.
@@ -20,8 +18,6 @@ settings.load_profile("tests")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the kernels' tests run their code on the CPU
     make_faster()
-else:
-    ahead._THREADS_BESIDE = 0  # kernels that no test launches take their time
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that each take every core spend their time waiting for each other

@@ -8,14 +8,13 @@ compiler of its launchers leave the interpreter to other threads. What fails her
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
-from threading import Event, Thread, main_thread
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -25,8 +24,6 @@ from .device import interpreted, stream_for, triton_is_installed
 from .failures import Kernel, launching
 
 _MOST_THREADS = 8
-# Threads that compile what nothing waits for: each holds up the interpreter in a tenth of its time.
-_THREADS_BESIDE = max(1, min(4, (os.cpu_count() or 1) // 4))
 
 Result = TypeVar("Result")
 
@@ -132,30 +129,6 @@ _listing: list[Event] = []
 """Set once the kernels of a thread in the background have begun to compile."""
 
 
-def compile_beside(run: Callable[[], object], device: torch.device) -> None:
-    """Begin to compile the kernels that `run` launches, in that order, in threads that nothing waits for.
-
-    They are not loaded. A process ends without those that have not begun.
-    """
-    listed = _Listed()
-
-    def compile_next() -> None:
-        with torch.cuda.device(device):
-            while listed.found and main_thread().is_alive():
-                with suppress(Exception):  # raised once more if it is launched; another thread may take the last
-                    listed.found.popleft()()
-
-    def begin() -> None:
-        with _beside_the_call(device):
-            _left_out.set(listed)  # of this thread
-            run()
-        for _ in range(_THREADS_BESIDE):
-            _start(compile_next)
-
-    if _THREADS_BESIDE and _compiles_for(device):
-        _start(begin)
-
-
 @contextmanager
 def _beside_the_call(device: torch.device) -> Iterator[None]:
     """Context of a thread that lists kernels, which compile when they are launched where it fails.
@@ -193,23 +166,6 @@ class _LeftOut:
         found = kernel.warmup(*arguments, grid=grid, **options)
         self.everything |= hasattr(found, "future")  # Triton's FutureKernel
         return self.everything
-
-
-class _Listed(_LeftOut):
-    """Launches that are left out, all of them; lists how to compile each kernel."""
-
-    def __init__(self) -> None:
-        super().__init__(everything=True)
-        self.found = deque[Callable[[], object]]()
-        self._known = set[tuple[Any, ...]]()
-
-    def covers(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        given = [one.dtype if isinstance(one, torch.Tensor) else one for one in arguments]  # whose memory is free now
-        alike = kernel, *(one for one in given if isinstance(one, torch.dtype)), *options.items()
-        if alike not in self._known:
-            self._known.add(alike)
-            self.found.append(partial(kernel.warmup, *given, grid=grid, **options))
-        return True
 
 
 _left_out: ContextVar[_LeftOut | None] = ContextVar("hf_fastdecode_left_out", default=None)

@@ -235,23 +235,20 @@ def test_captured_steps_under_autocast(name, way, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", ["around", "prepared"])
-def test_captured_steps_give_the_log_probs_of_eager_ones(way, dtype, monkeypatch):
-    """Under the same autocast, and again after the weights have changed in place."""
-    monkeypatch.setattr(captured_prefill, "_SIZES", ())  # whose logits are rounded otherwise
-    model = on_a_gpu("llama-gqa", dtype, way)
-    call = {key: value.cuda() for key, value in PROMPTS.items()} | LOGITS | {"max_new_tokens": 20}
-    for factor in (1, 4):
-        with torch.no_grad():
-            model.lm_head.weight.mul_(factor)
-        found = {}
-        for mode in ("eager", "graph"):
-            fd.enable(model, mode=mode, backend="triton", fuse_projections="auto" if mode == "eager" else False)
+def test_captured_steps_follow_weights_that_change_in_place(way, dtype):
+    model, plain = on_a_gpu("llama-gqa", dtype, way), on_a_gpu("llama-gqa", dtype, "around")
+    call = {key: value.cuda() for key, value in PROMPTS.items()} | CALL | LOGITS | {"max_new_tokens": 20}
+    with fd.enabled(model, mode="graph", backend="triton"):
+        for factor in (1, 4, 4):
+            with torch.no_grad():
+                for one in (model, plain):
+                    one.lm_head.weight.mul_(factor)
+                    one.model.layers[0].mlp.down_proj.weight.mul_(factor)
             with around(way):
-                found[mode] = model.generate(**call)
-        same = (found["eager"].sequences == found["graph"].sequences).all(0).cumprod(0).sum() - 71
-        assert same > 5  # later tokens follow others
-        eager, graph = (torch.stack(one.logits)[:same].log_softmax(-1) for one in found.values())
-        assert (eager - graph).abs().max() < 0.1 * factor
+                out = model.generate(**call)
+            ours, stock = errors(plain, out)
+            assert 0 < ours <= 2 * stock
+        assert state_of(model).captures.count == 1
 
 
 @pytest.mark.gpu

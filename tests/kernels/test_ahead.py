@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_fastdecode.kernels.ahead import compile_beside, compile_in_background, compiled_ahead, launch
+from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead, launch
 
 from ..fresh_processes import ROOT
 
@@ -28,7 +28,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import KernelInterface
 
 from hf_fastdecode.kernels import ahead
-from hf_fastdecode.kernels.ahead import compile_beside, compile_in_background, compiled_ahead
+from hf_fastdecode.kernels.ahead import compile_in_background, compiled_ahead
 from hf_fastdecode.kernels.pointwise.api import Activation, NormForm, gated, rms_norm
 from hf_fastdecode.kernels.pointwise.kernel import gate, normalize
 
@@ -115,35 +115,11 @@ with (
         compiled_ahead(lambda: goes_on.set() or run(NormForm.PLUS_ONE, Activation.GELU, other), CUDA)
     assert len(compiled) == 1, compiled
 
-    # What compiles beside is launched by no thread, each kernel compiles once, and none once the process ends.
-    def compile_twice():
-        for _ in range(2):
-            run(NormForm.WHOLE, Activation.SILU, x.to(torch.float32).as_subclass(Claimed))
-
-    def wait():
-        while threads := [thread for thread in enumerate() if thread.name == "hf_fastdecode_compile"]:
-            threads[0].join()
-
-    launched.clear()
-    compiled, compile_now, at = [], gate.compile, len(runs)
-    with patch.object(gate, "compile", count), patch.object(normalize, "compile", count):
-        with patch.object(ahead, "main_thread", lambda: SimpleNamespace(is_alive=lambda: False)):
-            compile_beside(compile_twice, CUDA)
-            wait()
-        assert not compiled and len(runs) == at + 2
-        compile_beside(compile_twice, CUDA)
-        wait()
-        assert len(compiled) == 2 and not launched, launched
-        assert compiled_ahead(lambda: compile_twice() or len(runs), CUDA) == at + 6
-    assert launched == 2 * ["normalize", "gate"] and len(compiled) == 2, (launched, compiled)
-
     assert streams == [CUDA]  # one of their own: none begins behind the work that a call has queued
-    for begin in (compile_in_background, compile_beside):
-        begin(lambda: 1 / 0, CUDA)
+    compile_in_background(lambda: 1 / 0, CUDA)
     with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
-        for begin in (compile_in_background, compile_beside):
-            begin(lambda: 1 / 0, CUDA)
-        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == at + 8
+        compile_in_background(lambda: 1 / 0, CUDA)
+        assert compiled_ahead(lambda: run(NormForm.PLUS_ONE, Activation.SILU), CUDA) == len(runs)
 print("done")
 """
 
@@ -166,8 +142,7 @@ def test_on_a_pretended_gpu(tmp_path: object) -> None:
 def test_elsewhere() -> None:
     """Where no kernel is compiled, a pass runs once, and nothing runs in the background."""
     runs: list[int] = []
-    for begin in (compile_in_background, compile_beside):
-        begin(lambda: pytest.fail("it ran"), torch.device("cpu"))
+    compile_in_background(lambda: pytest.fail("it ran"), torch.device("cpu"))
     assert compiled_ahead(lambda: runs.append(1) or len(runs), torch.device("cpu")) == 1
 
 

@@ -56,7 +56,7 @@ from ..prompts.start import start_shared
 from ..report import CallReport
 from ..routing.choices import Recorder
 from ..steps.modes import call_passes, choose_mode
-from ..steps.prefill_passes import begin_compiling_for_other_rows, begin_compiling_sampler
+from ..steps.prefill_passes import begin_compiling_sampler
 from ..support import check_call, check_sequence_parallel, other_loop
 from .forward import forward
 from .switches import OwnGenerate, reads_its_cache, signature_of
@@ -393,7 +393,6 @@ def decode(
                 parts = input_ids, logits_processor, stopping_criteria, streamer
                 shared = decode_shared(call, passes.make_steps, start, *parts)
         if not call.runs_stock:
-            begin_compiling_for_other_rows(call, input_ids)
             return finish(_for_callers(model, shared))
         if call.recorder is not None:
             call.recorder.begin(model_kwargs.get(CACHE))

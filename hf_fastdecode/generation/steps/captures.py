@@ -48,7 +48,6 @@ class Captures:
     Attributes:
         ahead: The prefill pass that this call has begun.
         compiling: Numbers of rows, and dtypes, of steps whose kernels began to compile while prompts were prefilled.
-        of_other_rows: Whether the kernels of steps of other numbers of rows have begun to compile.
         prefills: The captured prefill passes.
         by_rows: Captured first passes of decoders with an encoder.
         count: Number of steps captured.
@@ -61,7 +60,6 @@ class Captures:
         self.lock = CallLock()
         self.ahead: PrefillAhead | None = None
         self.compiling = set[tuple[int, torch.dtype]]()
-        self.of_other_rows = False
         self.prefills = CapturedPrefills[CapturedPrefill]()
         self.by_rows = CapturedPrefills[CapturedRows](_MOST_BY_ROWS, one_of_a_shape=True)
         self.count = 0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from ...attention.forest import Forest, Node, Span
+from ...attention.forest import Forest
 from ...attention.kv import Scoring, SuffixLengths, unwritten_partial
 from ...attention.launch.plan import HeadShape, choose_own_nodes
 from ...attention.launch.step_tables import RestTables, StepTables
@@ -29,14 +29,13 @@ from ...cache.layers.latent import ExpandedNodes, Widths, paying_nodes, runs_of
 from ...cache.shared import SharedContextCache
 from ...cache.stores import Kind, Store
 from ...errors import PassFailedError, Unsupported, ran_out_of_memory
-from ...kernels.ahead import compile_beside, compile_in_background
+from ...kernels.ahead import compile_in_background
 from ..autocast import computes_in
 from ..call_context import CallContext
 from ..decoding.sampling import compile_sampler
 from ..fused.trial import names_in
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillShape, RowShape
 from .captured_step import bucket
-from .graph_capture import CAPTURING
 
 _MEMORY_PER_BUFFERS = 64
 """Memory of a device as a multiple of what a captured pass may keep for keys and values: 1,024 tokens of a 7B model
@@ -196,38 +195,6 @@ def begin_compiling_attention(call: CallContext, forest: Forest) -> None:
         return
     begun.add((bucket(at_once), dtype))
     compile_in_background(lambda: _attend_all(call, forest.select_rows(range(at_once)), dtype), call.model.device)
-
-
-_ROWS = (1, 8, 16, 32, 64, 128)
-"""Numbers of rows between which few launch parameters of steps change."""
-_SAMPLES = 8
-"""Rows of each of several prompts."""
-
-
-def begin_compiling_for_other_rows(call: CallContext, prompts: Tensor) -> None:
-    """Begin to compile, once a model's first step is captured, the kernels of steps of other numbers of rows.
-
-    Of samples of one prompt, or of several that are together as long; prompts are ``[rows, width]``, of the call.
-    """
-    captures, most = call.state.captures, call.options.max_rows or _ROWS[-1]
-    if captures.of_other_rows or not captures.count or call.structure.division.is_divided:
-        return
-    captures.of_other_rows = True
-    (rows, width), device, dtype = prompts.shape, call.model.device, computes_in(call.model)
-
-    def launch() -> None:
-        from ...kernels.row_products.api import launch_for_rows
-
-        for other in sorted(filter(bucket(most).__ge__, _ROWS), key=lambda other: (other < rows, other)):
-            with CAPTURING:  # no other thread should use the device then
-                for samples in sorted({min(other, _SAMPLES), other}):
-                    tokens = max(1, width * samples // other)
-                    starts = enumerate(range(0, other, samples))
-                    nodes = [Node(Span(prompt, 0, tokens), start, samples) for prompt, start in starts]
-                    _attend_all(call, Forest(other, nodes), dtype)
-                launch_for_rows(other, device)
-
-    compile_beside(launch, device)
 
 
 def _attend_all(call: CallContext, forest: Forest, dtype: torch.dtype) -> None:

@@ -25,7 +25,6 @@ from .config import (
     HopperConfig,
     choose_config,
     choose_hopper_config,
-    gains_of_many_rows,
 )
 from .kernel import row_products as kernel
 
@@ -86,22 +85,6 @@ def gated_product(
     return out
 
 
-_launched = set[tuple[torch.device, torch.dtype, torch.dtype, int, tuple[int, ...], bool, Activation | None]]()
-"""Launches but for their rows: device, dtypes of inputs and outputs, width, columns, whether biased, activation."""
-
-
-def launch_for_rows(rows: int, device: torch.device) -> None:
-    """Launch the kernels of all products so far for other rows, for launches that are left out."""
-    for on, dtype, made, width, columns, biased, activation in list(_launched):
-        many = made == dtype and gains_of_many_rows(columns, width)
-        if on == device and (many or rows <= MOST_PORTABLE_ROWS):
-            one = torch.empty(1, dtype=dtype, device=device)
-            biases = [one.expand(count) if biased else None for count in columns]
-            outs = [one.to(made).expand(rows, count) for count in columns[: None if activation is None else 1]]
-            weights = [one.expand(count, width) for count in columns]
-            _run(one.expand(rows, width), weights, biases, outs, None, None, activation)
-
-
 def _output(inputs: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(*inputs.shape[:-1], columns, dtype=dtype or inputs.dtype, device=inputs.device)
 
@@ -123,8 +106,6 @@ def _run(
             f"got {rows} rows of {inputs.dtype}; call it for parts of them, without a HopperConfig"
         )
     widths = [out.shape[-1] for out in outs]
-    columns = tuple(len(weight) for weight in weights)
-    _launched.add((device, inputs.dtype, outs[0].dtype, width, columns, biases[0] is not None, activation))
     if config is None:
         choose = choose_config if rows <= MOST_PORTABLE_ROWS else choose_hopper_config
         config = choose(rows, widths, width, multiprocessors(device), gated=activation is not None)
