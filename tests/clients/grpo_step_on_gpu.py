@@ -24,10 +24,11 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 import hf_fastdecode as fd
+from benchmarks.generate.quantized import quantize
 from hf_fastdecode.files import read_rows, write_rows
 from hf_fastdecode.measurement.calls import idle_time
 from hf_fastdecode.measurement.rows import provenance
@@ -79,7 +80,8 @@ _TINY = {
 _PRECISIONS = ("bf16", "bf16 autocast", "fp32")
 """Of weights and products; under autocast weights are fp32."""
 
-_WEIGHTS = ("all", "LoRA", "LoRA, merged in rollouts", "LoRA over torchao int8")
+_QUANTIZED = {"LoRA over torchao int8": "ao-int8", "LoRA over bitsandbytes NF4": "bnb-4bit"}
+_WEIGHTS = ("all", "LoRA", "LoRA, merged in rollouts", *_QUANTIZED)
 """What is trained, over what."""
 
 _EDGES = [10 ** (half / 2) for half in range(-14, 1)]  # 1e-7 to 1
@@ -195,11 +197,8 @@ def _trainer(
         adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     if hasattr(getattr(model, "config", None), "output_router_logits"):  # with its loss updates run stock
         options |= {"router_aux_loss_coef": 0.0}
-    if "int8" in weights:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        # TRL multiplies by slices of the head's weight, which torchao's have not.
-        quantize_(model, Int8WeightOnlyConfig(), lambda one, name: isinstance(one, nn.Linear) and name != "lm_head")
+    if how := _QUANTIZED.get(weights):
+        quantize(model, how)  # but for the head, by slices of whose weight TRL multiplies
     return make_trainer("grpo", folder, model=model, peft_config=adapter, **options)
 
 
