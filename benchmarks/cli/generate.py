@@ -105,7 +105,7 @@ def generate(
     ends = [f"{new_tokens}-{new_tokens}", f"{finish}-{new_tokens}"] if finish is not None else [""]
     ends = ends if finish_mean is None else [f"~{finish_mean}"]
     ways = check_ways(way or DEFAULT_WAYS, WAYS)
-    calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
+    calls = parse_calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8", "1024x32"], new_tokens, dtype, ends)
     cases = options.chosen(calls, only)
     if show:
         return options.show_cases(cases)
@@ -160,7 +160,7 @@ def _shapes(shape: list[str] | None, more: Iterable[str] = ()) -> list[str]:
     return list(dict.fromkeys(shapes))
 
 
-def _calls(
+def parse_calls(
     shapes: Sequence[str],
     point: list[str] | None,
     tree: list[str] | None,
@@ -220,7 +220,7 @@ def completions(
     numbers = parse_counts("marks", marks)
     if numbers[-1] < 2:
         raise InputError(f"--marks must end at 2 or more, got {marks!r}; name a later one")
-    calls = _calls(_shapes(shape), point, tree, ["256x4"], numbers[-1], dtype)
+    calls = parse_calls(_shapes(shape), point, tree, ["256x4"], numbers[-1], dtype)
     with bad_input():
         cases = [case for call in calls for case in spans(call, numbers)]
     if show:
@@ -256,7 +256,7 @@ def first_calls(
             --way shared
     """
     ways = check_ways(way or ("stock", "shared"), _OF_FIRST_CALLS)
-    calls = _calls(_shapes(shape), point, None, ["512x8"], new_tokens, dtype)
+    calls = parse_calls(_shapes(shape), point, None, ["512x8"], new_tokens, dtype)
     cases = [FirstCallsCase(call, found) for call in calls for found in CACHES]
     if show:
         return options.show_cases(cases)
@@ -291,7 +291,7 @@ def profile(
         python -m benchmarks profile --shape 7b-mha --point 2048x1 --point 8192x128
     """
     ways = check_ways(way or ("shared",), WAYS)
-    calls = _calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
+    calls = parse_calls(_shapes(shape, INPUT_SHAPES), point, tree, ["512x8"], new_tokens, dtype)
     cases = [ProfileCase(call, part) for call in calls for part in PARTS]
     if show:
         return options.show_cases(cases)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_ID: Final = 3
 """The least id of random prompts; those below are special in many vocabularies."""
 _BEGIN: Final = 4  # tokens of a transcript's beginning: start, language, task, no timestamps
-_BEFORE: Final = 16  # tokens of text before an image
+BEFORE_IMAGE: Final = 16  # tokens of text before an image
 
 
 class TokenIds:
@@ -143,16 +143,16 @@ class OneImage(TokenIds):
 
     def check(self, case: GenerateCase) -> None:
         """Refuse contexts in which the image has no place between texts, and trees that share more than its text."""
-        least = _BEFORE + 1 + self.tokens + 2
+        least = BEFORE_IMAGE + 1 + self.tokens + 2
         if case.context < least:
             raise InputError(
                 f"`point={case.context}x{case.samples}`: the image of {case.shape} takes {self.tokens} tokens; ask "
                 f"for a context of {least} or more"
             )
-        if case.tree is not None and case.tree.shared > _BEFORE:
+        if case.tree is not None and case.tree.shared > BEFORE_IMAGE:
             raise InputError(
-                f"`tree={case.tree}`: prompts of {case.shape} have images of their own after {_BEFORE} tokens; share "
-                "at most these"
+                f"`tree={case.tree}`: prompts of {case.shape} have images of their own after {BEFORE_IMAGE} tokens; "
+                "share at most these"
             )
 
     def arguments(self, model: PreTrainedModel, case: GenerateCase) -> dict[str, Any]:
@@ -160,10 +160,10 @@ class OneImage(TokenIds):
         import torch
 
         config: Any = model.config
-        before, image, after = self._special(config)
+        before, image, after = self.special(config)
         ids = super().arguments(model, case)["input_ids"] % (min(before, image, after) - FIRST_ID) + FIRST_ID
-        end = _BEFORE + 1 + self.tokens
-        ids[:, _BEFORE], ids[:, end], ids[:, _BEFORE + 1 : end] = before, after, image
+        end = BEFORE_IMAGE + 1 + self.tokens
+        ids[:, BEFORE_IMAGE], ids[:, end], ids[:, BEFORE_IMAGE + 1 : end] = before, after, image
         generator = torch.Generator().manual_seed(0)
         images = {
             name: value.to(model.device, model.dtype if value.is_floating_point() else None)
@@ -177,7 +177,7 @@ class OneImage(TokenIds):
         found: Tensor = model(**_for_rows(given, len(drawn)) | self._of_ids(ids, model.config)).logits
         return found[:, case.context - 1 :]
 
-    def _special(self, config: Any) -> tuple[int, int, int]:
+    def special(self, config: Any) -> tuple[int, int, int]:
         """Ids of tokens: before an image, in its place, and behind it."""
         return config.vision_start_token_id, config.image_token_id, config.vision_end_token_id
 
@@ -193,7 +193,7 @@ class OneImage(TokenIds):
 
     def _of_ids(self, ids: Tensor, config: Any) -> dict[str, Tensor]:
         """The ids, with a mask, and which of them stand for images."""
-        marked = (ids == self._special(config)[1]).int()
+        marked = (ids == self.special(config)[1]).int()
         return {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), self._marks: marked}
 
     _marks: ClassVar = "mm_token_type_ids"
@@ -205,7 +205,7 @@ class GemmaImage(OneImage):
 
     _marks: ClassVar = "token_type_ids"
 
-    def _special(self, config: Any) -> tuple[int, int, int]:
+    def special(self, config: Any) -> tuple[int, int, int]:
         return config.boi_token_index, config.image_token_index, config.eoi_token_index
 
     def _images(self, config: Any, count: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ Measurement = dict[str, str]
 """A line of results: its columns by name, as a CSV file has them."""
 
 # Options that say nothing about what is measured, and how many words their values are.
-_SILENT_OPTIONS = {"out": 1, "plot": 0}
+_SILENT_OPTIONS = {"out": 1, "wait": 1, "plot": 0}
 
 
 def provenance(device: torch.device | str, *, backend: str | None = None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def flex(model: PreTrainedModel, rows: Rows) -> Hidden:
 
 def trl_trie(model: PreTrainedModel, rows: Rows) -> Hidden:
     _refuse(model, rows)
-    packing = _imported("trl.experimental.async_grpo.packing")
+    packing = imported("trl.experimental.async_grpo.packing")
     trie, trained = packing.TreeRow(), torch.arange(rows.ids.shape[1]) >= rows.context
     unused = {"old_log_probs": torch.zeros(len(trained)), "advantage": 0.0}
     for number, ids in enumerate(rows.ids.cpu()):
@@ -80,7 +80,7 @@ def prefix_grouper(model: PreTrainedModel, rows: Rows) -> Hidden:
     _refuse(model, rows, on_cpu=True)
     count, width = rows.completions.shape
     lengths = [[rows.context] + [width] * (count // rows.prompts)] * rows.prompts
-    grouper: Any = _imported("prefix_grouper").PrefixGrouper(lengths, device=rows.ids.device)
+    grouper: Any = imported("prefix_grouper").PrefixGrouper(lengths, device=rows.ids.device)
     prefixes, positions = _prefixes(rows), _positions(rows)
     masks = torch.ones_like(prefixes), torch.ones_like(rows.completions)
     ids = grouper.concat_input(prefixes, masks[0], rows.completions, masks[1])
@@ -124,7 +124,7 @@ def _states(model: PreTrainedModel, ids: Tensor, positions: Tensor, **more: Any)
     return states
 
 
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
