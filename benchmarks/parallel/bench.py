@@ -207,7 +207,7 @@ class CollectiveBench:
         given = torch.ones(case.bytes // 4, device=processes.device)
         if way == "all-gather":
             gathered = given.new_empty(processes.count * len(given))
-            return lambda: shards.all_gather(gathered, given, group=processes.group)
+            return lambda: shards.all_gather_vectors(gathered, given, group=processes.group)
         if way == "all-reduce":
             given.zero_()  # whose sum stays finite
             return lambda: dist.all_reduce(given, group=processes.group)
