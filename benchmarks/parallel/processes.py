@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from hf_fastdecode._compat import all_gather_vectors
 from hf_fastdecode.errors import InputError
 from hf_fastdecode.measurement.calls import Times, collect, idle_time, percentiles
 from hf_fastdecode.measurement.rows import status_of
@@ -143,7 +144,7 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
     ``2 (p - 1) / p`` of its bytes (the paper's equation 12).
     """
     sent: list[int] = []
-    all_gather, all_reduce, batch = shards.all_gather, dist.all_reduce, dist.batch_isend_irecv
+    all_gather, all_reduce, batch = all_gather_vectors, dist.all_reduce, dist.batch_isend_irecv
 
     def gather(out: torch.Tensor, given: torch.Tensor, *rest: Any, **named: Any) -> Any:
         sent.append((ranks - 1) * given.nbytes)
@@ -158,7 +159,7 @@ def counted_sends(ranks: int) -> Iterator[list[int]]:
         return batch(operations)
 
     with (
-        patch.object(shards, "all_gather", gather),
+        patch.object(shards, "all_gather_vectors", gather),
         patch.object(dist, "all_reduce", reduce),
         patch.object(dist, "batch_isend_irecv", send),
     ):

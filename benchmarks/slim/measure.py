@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .cases import SlimCase
 
 if TYPE_CHECKING:  # its import needs Triton
     from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, TwoLaunchConfig
+
+Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
 _COLUMNS = (
     *("status", "variant", "us_p20", "us_p50", "us_p80", "over_floor", "bandwidth_share", "tb_per_s", "bytes"),
@@ -105,7 +107,7 @@ class SlimBench:
             raise NotAvailableError(reason)
         from hf_fastdecode.kernels.device import shared_memory
         from hf_fastdecode.kernels.slim_decode.api import SlimPartial, choose_config, slim_decode
-        from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
+        from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 
         name, _, changes = way.partition(":")
         frequencies = 10_000.0 ** -(torch.arange(0, case.head_dim, 2, device=self.device) / case.head_dim)
@@ -203,3 +205,25 @@ class _Oracle:
         ours = torch.cat([keys, coordinates], -1)[-1, self.heads].double() - self.exact
         theirs = self.fused - self.exact
         return float(torch.maximum(ours.norm() / theirs.norm(), ours.abs().max() / theirs.abs().max()))
+
+
+def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
+    """A configuration as `parse_config` reads it."""
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
+
+
+def parse_config(text: str, base: Config) -> Config:
+    """Change fields of `base`, as in ``own_heads=8,block_t=16``.
+
+    Raises:
+        ValueError: A field is unknown, or its value is not a whole number.
+    """
+    changes: dict[str, int] = {}
+    names = [field.name for field in fields(base)]
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        if name not in names or not value.isdecimal():
+            raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
+        changes[name] = int(value)
+    return replace(base, **changes)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ One layer in one decode step: transformers' attention class calls ``update`` of 
 a `cache.handles.DecodeKV`, and then `interface.shared_context_attention`, which calls `DecodeKV.attend`. That runs
 either
 
-    kernels: `StepTables.follow` (addresses, lengths and schedules to the device), `StepTables.attend`, `run_kernels`,
+    kernels: `StepTables.follow` (addresses, lengths and schedules to the device), `StepTables.attend`,
         `kernels/forest_decode/api.py`; a captured step only `StepTables.attend`; or
     PyTorch: `torch_operators.decode_ops.forest_attention`, over keys and values to which it has appended the new ones.
 

@@ -168,17 +168,18 @@ class Forest:
     @property
     def stored_tokens(self) -> int:
         """Number of distinct stored tokens of all nodes; spans of several nodes may overlap."""
-        return sum(stop - start for start, stop in self._covered())
+        return sum(run.length for run in self.stored_runs)
 
-    def _covered(self) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        segment = None
-        for span in sorted({node.span for node in self.nodes}, key=lambda span: (span.segment, span.start)):
-            if runs and span.segment == segment and span.start <= runs[-1][1]:
-                runs[-1] = (runs[-1][0], max(runs[-1][1], span.stop))
+    @property
+    def stored_runs(self) -> list[Span]:
+        """The stored tokens of all nodes, as disjoint runs in storage order."""
+        runs: list[Span] = []
+        for span in sorted({node.span for node in self.nodes}, key=lambda span: begin_of((span,))):
+            last = runs[-1] if runs else None
+            if last is not None and last.segment == span.segment and span.start < last.stop:
+                runs[-1] = Span(last.segment, last.start, max(last.stop, span.stop) - last.start)
             else:
-                runs.append((span.start, span.stop))
-            segment = span.segment
+                runs.append(span)
         return runs
 
     @classmethod
@@ -211,12 +212,11 @@ class Forest:
 
     def drop_last(self, tokens: Sequence[int]) -> Forest:
         """The forest without the last ``tokens[i]`` tokens of row ``i``'s path."""
-        if min(tokens, default=0) < 0:
-            raise ValueError(f"a row can lose 0 tokens or more, got {min(tokens)}")
-        kept = [
-            path_prefix(path, length - count)
-            for path, length, count in zip(self.paths, self.context_lengths, tokens, strict=True)
-        ]
+        kept = []
+        for path, length, count in zip(self.paths, self.context_lengths, tokens, strict=True):
+            if not 0 <= count <= length:
+                raise ValueError(f"a row of {length} tokens can lose 0 to {length} of them, got {count}")
+            kept.append(path_slice(path, 0, length - count))
         return Forest.from_paths(kept)
 
     def __eq__(self, other: object) -> bool:
@@ -231,13 +231,6 @@ class Forest:
             for depth, level in enumerate(self.levels)
         )
         return f"Forest(rows={self.rows}{', ' if levels else ''}{levels})"
-
-
-def path_prefix(path: Path, length: int) -> Path:
-    """The spans of the first ``length`` tokens of a path."""
-    if length < 0:
-        raise ValueError(f"a path has no prefix of {length} tokens; the length must be at least 0")
-    return path_slice(path, 0, length)
 
 
 def path_slice(path: Path, start: int, stop: int) -> Path:

@@ -230,12 +230,9 @@ def active(configs: Iterable[PreTrainedConfig], lengths: RowLengths) -> Iterator
 
     They are the distinct config objects that the model's attention layers and mask creation read.
     """
-    token = _lengths.set(lengths)
-    try:
-        with _configs.on([Change(config, ATTENTION_FIELD, _name_in(config)) for config in configs]):
-            yield
-    finally:
-        _lengths.reset(token)
+    changes = [Change(config, ATTENTION_FIELD, _name_in(config)) for config in configs]
+    with setting(_lengths, lengths), _configs.on(changes):
+        yield
 
 
 def as_stock() -> AbstractContextManager[None]:

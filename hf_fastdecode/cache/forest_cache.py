@@ -368,22 +368,12 @@ class _UsedTokens:
     """The stored tokens that nodes use: disjoint `runs` in storage order, with the number of `nodes` in each."""
 
     def __init__(self, forest: Forest):
-        self.runs: list[Span] = []
-        for span in sorted({node.span for node in forest.nodes}, key=_start):
-            last = self.runs[-1] if self.runs else None
-            if last is not None and last.segment == span.segment and span.start < last.stop:
-                self.runs[-1] = Span(last.segment, last.start, max(last.stop, span.stop) - last.start)
-            else:
-                self.runs.append(span)
-        self._starts = [_start(run) for run in self.runs]
+        self.runs = forest.stored_runs
+        self._starts = [begin_of((run,)) for run in self.runs]
         self.nodes = Counter(self.run_of(node.span) for node in forest.nodes)
 
     def run_of(self, span: Span) -> Span:
-        return self.runs[bisect_right(self._starts, _start(span)) - 1]
-
-
-def _start(span: Span) -> tuple[int, int]:
-    return span.segment, span.start
+        return self.runs[bisect_right(self._starts, begin_of((span,))) - 1]
 
 
 def _merges(cache: ForestCache, used: _UsedTokens) -> Iterator[list[Span]]:

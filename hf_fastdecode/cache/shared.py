@@ -237,17 +237,12 @@ class SharedContextCache(ForestCache):
     def has_room(self, tokens: int) -> bool:
         """Whether suffixes have capacity for `tokens` tokens per row; the same on all processes that divide them."""
         needed = self.state.division.room(tokens)
-        for layer in self.layers:
-            if isinstance(layer, SharedContextLayer):
-                suffix = layer.storage.suffix
-                if needed > (0 if suffix is None else suffix[0].shape[2]):
-                    return False
-        return True
+        return all(layer.storage.capacity >= needed for layer in self.attention_layers)
 
-    def reserve(self, tokens: int) -> bool:
-        """Allocate `tokens` suffix tokens per row before a captured step; returns whether storage moved."""
-        moved = [layer.reserve(tokens) for layer in self.attention_layers]
-        return any(moved)
+    def reserve(self, tokens: int) -> None:
+        """Allocate `tokens` suffix tokens per row before a captured step."""
+        for layer in self.attention_layers:
+            layer.reserve(tokens)
 
     def record_captured_step(self, input_ids: Tensor) -> None:
         """Record that a captured step appended tokens ``[rows, queries]`` to the suffixes of every layer."""

@@ -145,19 +145,18 @@ class TokenStorage:
         capacity = max(tokens, 2 * self.capacity, _FIRST_CAPACITY)
         return capacity if most is None else max(tokens, min(capacity, most))
 
-    def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> bool:
-        """Allocate capacity for `tokens` suffix tokens per row, doubling when full; returns whether storage moved.
+    def grow(self, rows: int, tokens: int, used: int, like: Segment, most: int | None) -> None:
+        """Allocate capacity for `tokens` suffix tokens per row, doubling when full.
 
         `like` are example parts, each ending in ``[heads, tokens, width]``; `most` is a bound for doubling, if known.
         """
         if self.suffix is not None and tokens <= self.capacity:
-            return False
+            return
         capacity = self.grown_capacity(tokens, most)
         grown = _map(like, lambda part: _allocate(part, (rows, part.shape[-3], capacity)))
         for new, old in zip(grown, self.suffix or (), strict=False):
             new[:, :, :used] = old[:, :, :used]
         self.replace_suffixes(grown)
-        return True
 
     def begin_suffixes(self, rows: int, longest: int, like: Segment, most: int | None) -> None:
         """Allocate suffixes that begin with up to `longest` tokens of a prompt, unless there are some; see `grow`."""

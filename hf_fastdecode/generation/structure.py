@@ -105,7 +105,8 @@ class Structure:
         They may have been drawn by a generator that nobody compared. Embeddings are compared by their number alone.
         """
         fields = {"input_ids": input_ids, "number of tokens of a row": queries}
-        self.ranks.require_same("a forward pass was called differently", fields)
+        with self.ranks.together() as offer:
+            offer.compare(lambda: fields, "a forward pass was called differently")
 
     @property
     def alone(self) -> bool:

@@ -1,4 +1,4 @@
-"""Properties of a device on which launches depend, Triton's presence, streams, and arrival counters of programs."""
+"""Properties of a device on which launches depend, free memory, Triton's presence, streams, and arrival counters."""
 
 from __future__ import annotations
 
@@ -48,6 +48,14 @@ def shared_memory(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; 4 where Triton interprets."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes on a CUDA device, including PyTorch's cached memory; 0 on other devices."""
+    if device.type != "cuda":
+        return 0
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached  # which asks the driver: up to some milliseconds
 
 
 @lru_cache

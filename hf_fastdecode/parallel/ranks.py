@@ -124,9 +124,6 @@ class Ranks:
         """
         return nullcontext(Offer())
 
-    def require_same(self, what: str, fields: Mapping[str, object]) -> None:
-        """Raise ValueError on all ranks if fields differ, by which `what` was done differently."""
-
     def all_raise(self, error: Exception) -> bool:
         """Whether every rank raises this error, so that they may go on from it alike."""
         return True
@@ -225,10 +222,6 @@ class Together(Ranks):
             rank, text = first["unsupported"]  # which another group may have named already
             where = "" if text.startswith("on rank ") else f"on rank {dist.get_global_rank(self._group, rank)}, "
             raise Unsupported(f"{where}{text}")
-
-    def require_same(self, what: str, fields: Mapping[str, object]) -> None:
-        with self.together() as offer:
-            offer.compare(lambda: fields, what)
 
     def all_raise(self, error: Exception) -> bool:
         return isinstance(error, NoRoomError)

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._compat import all_gather_vectors
 from ..attention.forest import Forest, Path, Span
 from ..attention.kv import Partial, Segment, SuffixLengths
 from ..attention.launch.step_tables import StepTables
@@ -141,16 +142,10 @@ def gathered_order(tokens_by_rank: Sequence[Tensor]) -> tuple[Tensor, int]:
     return order, longest
 
 
-def all_gather(found: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Gather the elements of each process, one after the other."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
-    gather(found, own, group=group)
-
-
 def gathered(own: Tensor, group: ProcessGroup) -> Tensor:
     """Gather `own`, contiguous and of one size on all ranks: ``[ranks, elements]``."""
     found = own.new_empty(group.size() * own.numel())
-    all_gather(found, own.view(-1), group=group)
+    all_gather_vectors(found, own.view(-1), group=group)
     return found.view(group.size(), -1)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_fastdecode.attention.forest import Forest, Node, Path, Span, path_prefix
+from hf_fastdecode.attention.forest import Forest, Node, Path, Span, path_slice
 
 from .forests import random_forest, tokens
 
@@ -155,7 +155,7 @@ def test_evenly_spaced_prompts_of_one_length_make_one_batch() -> None:
     assert Forest(15, [*prompts, odd]).batches == ((tuple(prompts), (odd,)),)
 
 
-# select_rows, drop_last, path_prefix
+# select_rows, drop_last, path_slice
 
 
 @PROPERTY
@@ -193,19 +193,14 @@ def test_drop_last_shortens_each_row(paths: list[Path], data: st.DataObject) -> 
 
 @pytest.mark.parametrize("lost", [[5], [0, 1, 2]])
 def test_drop_last_needs_one_count_per_row_within_the_path(lost: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"-1|shorter|longer"):
+    with pytest.raises(ValueError, match=r"0 to 4 of them, got 5|shorter|longer"):
         Forest(1, [Node(Span(0, 0, 4), 0, 1)]).drop_last(lost)
 
 
 @PROPERTY
-@given(path=st.lists(SPANS, max_size=5).map(tuple), length=st.integers(0, 30))
-def test_path_prefix_keeps_the_first_tokens(path: Path, length: int) -> None:
-    assert tokens(path_prefix(path, length)) == tokens(path)[:length]
-
-
-def test_path_prefix_refuses_a_negative_length() -> None:
-    with pytest.raises(ValueError, match=r"-1.*at least 0"):
-        path_prefix((Span(0, 0, 4),), -1)
+@given(path=st.lists(SPANS, max_size=5).map(tuple), start=st.integers(0, 30), stop=st.integers(0, 30))
+def test_a_path_is_cut_like_its_tokens(path: Path, start: int, stop: int) -> None:
+    assert tokens(path_slice(path, start, stop)) == tokens(path)[start:stop]
 
 
 @PROPERTY
@@ -273,5 +268,5 @@ def test_spans_begin_inside_their_segment():
 
 
 def test_rows_cannot_lose_fewer_than_no_tokens():
-    with pytest.raises(ValueError, match="0 tokens or more, got -1"):
+    with pytest.raises(ValueError, match="0 to 5 of them, got -1"):
         Forest.from_paths([(Span(0, 0, 5),)]).drop_last([-1])

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_fastdecode.attention import reference
 from hf_fastdecode.attention.forest import Forest
 from hf_fastdecode.attention.kv import ForestKV, Partial, Segment, merge
-from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers, rest_addresses
+from hf_fastdecode.attention.launch.kernel_call import AddressesOfLayers
 from hf_fastdecode.parallel.sequence import merged
 from hf_fastdecode.parallel.shards import Shard
 
@@ -116,8 +116,9 @@ def test_numbers_of_keys_that_all_heads_share(heads, width, rest, queries):
         widest = max(node.row_count for node in forest.nodes) * queries
         fitting = {"overlap": compute_capability(DEVICE) >= (9, 0), "shared_memory": shared_memory(DEVICE)}
         config = choose_config(widest, width, rest=rest, **fitting)
+    of_rests = torch.tensor([[shared[node.span.segment][0, node.span.start :].data_ptr() for node in forest.nodes]])
     tables = (
-        torch.cat([AddressesOfLayers(forest).of(of_heads), rest_addresses(forest, shared)[None]]).to(DEVICE),
+        torch.cat([AddressesOfLayers(forest).of(of_heads), of_rests]).to(DEVICE),
         torch.arange(ROWS, dtype=torch.int32, device=DEVICE),
         schedule_of(forest, heads, queries, config, DEVICE),
         config,

@@ -47,7 +47,7 @@ def counted(name: str, models: Models) -> Any:
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         capturing(),
-        mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers,
+        mock.patch.object(shards, "all_gather_vectors", side_effect=shards.all_gather_vectors) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         torch.manual_seed(models.rank)
@@ -88,7 +88,9 @@ def collectives_of_a_step(models: Models) -> Any:
                 given, counts = text(tokens), []
                 for steps in (2, 5):
                     cache = fd.prefill(model, given["input_ids"])
-                    with mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers:
+                    with mock.patch.object(
+                        shards, "all_gather_vectors", side_effect=shards.all_gather_vectors
+                    ) as gathers:
                         arguments = GREEDY | {"max_new_tokens": steps, "eos_token_id": None, CACHE: cache}
                         model.generate(**given, **arguments)
                     counts.append(gathers.call_count)
@@ -106,7 +108,7 @@ def merge_without_its_kernel_on_one_rank(models: Models) -> Any:
     expected = model.generate(**call.prompts, **call.arguments)
     with (
         mock.patch.object(ranks, "merge_ranks", kernel),
-        mock.patch.object(shards, "all_gather", side_effect=shards.all_gather) as gathers,
+        mock.patch.object(shards, "all_gather_vectors", side_effect=shards.all_gather_vectors) as gathers,
         fd.enabled(model, sequence_parallel="auto", **call.options),
     ):
         same = torch.equal(model.generate(**call.prompts, **call.arguments), expected)

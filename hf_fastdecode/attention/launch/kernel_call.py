@@ -1,4 +1,4 @@
-"""Calls of the decode and prefill kernels, on tensors of any strides, and tables of addresses.
+"""Calls of the prefill kernel, on tensors of any strides, and the decode kernels' tables of addresses.
 
 The prefill kernel computes what PyTorch's fused operators leave out: a soft cap, sinks, or a window that hides tokens.
 All runs of a pass are one launch, after one for each of their contexts, whose partials it merges.
@@ -14,18 +14,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.failures import KernelFailedError
-from ...kernels.forest_decode.config import Config
-from ...kernels.forest_decode.schedule import Schedule
 from ...kernels.prefill.api import prefill_attention, prefill_partial, refusal
 from ..forest import Forest
 from ..kv import Partial, Scoring, Segment
 from ..torch_operators.prefill_ops import PackedRuns, Stored
-
-
-def rest_addresses(forest: Forest, rests: Sequence[Tensor] | Mapping[int, Tensor]) -> Tensor:
-    """Address of each node's elements of keys that all KV heads share, ``[1, tokens, rest]`` by segment: int64."""
-    parts = (rests[node.span.segment][0, node.span.start :] for node in forest.nodes)
-    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device="cpu")
 
 
 class AddressesOfLayers:
@@ -102,45 +94,6 @@ def _check_strides(segment: Segment) -> None:
         )
 
 
-def run_kernels(
-    query: Tensor,
-    new_keys: Tensor,
-    new_values: Tensor,
-    node_addresses: Tensor,
-    suffix_addresses: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    schedule: Schedule,
-    config: Config,
-    scoring: Scoring,
-    origins: Tensor | None = None,
-    into: Partial | None = None,
-) -> Tensor:
-    """`forest_decode` with these scores, of queries, keys and values that are copied where their rows have gaps.
-
-    Returns:
-        ``[rows, heads, queries, head_dim]`` in the query's dtype; fp32 with `into`.
-    """
-    from ...kernels.forest_decode.api import forest_decode
-
-    query, new_keys, new_values = _in_rows(query, new_keys, new_values)
-    tables = (node_addresses, suffix_addresses, slots, lengths, schedule, config)
-    out, _ = forest_decode(
-        query,
-        new_keys,
-        new_values,
-        *tables,
-        scale=scoring.scale,
-        soft_cap=scoring.softcap,
-        window=scoring.window,
-        sinks=scoring.sinks,
-        biases=scoring.distances,
-        origins=origins,
-        into=into,
-    )
-    return out
-
-
 def kernel_attention(
     query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, runs: PackedRuns, stored: Stored
 ) -> Tensor | None:
@@ -159,14 +112,14 @@ def kernel_attention(
     window = scoring.window if scoring.window is not None and runs.outgrow(scoring.window, stored) else None
     if not _serves(scoring, window, query, keys, values, (part for name in runs.contexts for part in stored(name))):
         return None
-    query, keys, values = _in_rows(query, keys, values)
+    query, keys, values = in_rows(query, keys, values)
     own, contexts = runs.intervals(query.device, window, stored)
     options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap}
     try:
         earlier = _no_keys(query) if contexts else None
         for name, intervals in contexts:
             assert earlier is not None
-            context_keys, context_values = _in_rows(*stored(name))
+            context_keys, context_values = in_rows(*stored(name))
             prefill_partial(query, context_keys, context_values, intervals, earlier=earlier, **options)
         return prefill_attention(query, keys, values, own, earlier=earlier, sinks=scoring.sinks, **options)
     except KernelFailedError:
@@ -188,7 +141,7 @@ def padded_kernel_attention(
     """
     if not _serves(scoring, scoring.window, query, keys, values):
         return None
-    query, keys, values = _in_rows(query, keys, values)
+    query, keys, values = in_rows(query, keys, values)
     options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap, "sinks": scoring.sinks}
     try:
         return prefill_attention(query, keys, values, intervals(), earlier=context, **options)
@@ -233,7 +186,7 @@ def on_gpu(query: Tensor) -> bool:
     return query.is_cuda
 
 
-def _in_rows(*parts: Tensor) -> tuple[Tensor, ...]:
+def in_rows(*parts: Tensor) -> tuple[Tensor, ...]:
     """These tensors, copied unless their last dimension is contiguous."""
     return tuple([part if part.stride(-1) == 1 else part.contiguous() for part in parts])
 

@@ -171,17 +171,13 @@ class LaunchPlan:
         )
 
 
-def differ_by_length(chosen: Config, kept: Config) -> bool:
-    """Whether launch parameters differ at most in what depends on context lengths.
-
-    These are key tiles, stages and suffix parameters; results then differ in rounding.
-    """
-    return kept == replace(chosen, **{name: getattr(kept, name) for name in _BY_LENGTH})
-
-
 def may_stay(forest: Forest, shape: HeadShape, device: torch.device, chosen: Config, kept: Config) -> bool:
-    """Whether a step captured with launch parameters `kept` serves a forest for which `chosen` are chosen."""
-    if differ_by_length(chosen, kept):
+    """Whether a step captured with launch parameters `kept` serves a forest for which `chosen` are chosen.
+
+    Those that depend on context lengths may differ: key tiles, stages and suffix parameters. Results then differ in
+    rounding.
+    """
+    if kept == replace(chosen, **{name: getattr(kept, name) for name in _BY_LENGTH}):
         return True
     return chosen.chain == 1 < kept.chain and chains_may_stay(forest, shape, kept, chosen, multiprocessors(device))
 

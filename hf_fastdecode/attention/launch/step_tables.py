@@ -20,7 +20,7 @@ from ...kernels.forest_decode.limits import refusal
 from ...kernels.forest_decode.schedule import Capacity, Schedule
 from ..forest import Forest
 from ..kv import Partial, Scoring, Segment, SuffixLengths
-from .kernel_call import AddressesOfLayers, rest_addresses, run_kernels, suffix_addresses
+from .kernel_call import AddressesOfLayers, in_rows, suffix_addresses
 from .plan import NO_OWN_NODES, HeadShape, LaunchPlan, OwnNodes, may_stay, own_tokens, with_own_nodes
 
 
@@ -198,16 +198,16 @@ class StepTables:
         position = self._positions[layer]
 
         def attend(scoring: Scoring, into: Partial | None) -> Tensor:
+            options: dict[str, Any] = {"scale": scoring.scale, "soft_cap": scoring.softcap, "window": scoring.window}
+            options |= {"sinks": scoring.sinks, "biases": scoring.distances, "origins": origins, "into": into}
+
             def run(known: _Scheduled) -> Tensor:
-                tables = (
-                    self.nodes[position],
-                    self.suffixes[position],
-                    self.slots,
-                    self._kernel_lengths,
-                    known.tables,
-                )
-                options = (known.plan.config, scoring, origins, into)
-                return run_kernels(query, new_keys, new_values, *tables, *options)
+                from ...kernels.forest_decode.api import forest_decode
+
+                queries, keys, values = in_rows(query, new_keys, new_values)
+                of_layer = self.nodes[position], self.suffixes[position], self.slots, self._kernel_lengths
+                out, _ = forest_decode(queries, keys, values, *of_layer, known.tables, known.plan.config, **options)
+                return out
 
             return self._run(run, query, new_keys, new_values, scoring)
 
@@ -429,5 +429,6 @@ class RestTables(StepTables):
         super().__init__(*args)
 
     def _node_addresses(self, addresses: AddressesOfLayers, stored: Any) -> Tensor:
-        of_rests = rest_addresses(self.forest, stored.rests)
+        rests = (stored.rests[node.span.segment][0, node.span.start :] for node in self.forest.nodes)
+        of_rests = torch.tensor([rest.data_ptr() for rest in rests], dtype=torch.int64, device="cpu")
         return torch.cat([super()._node_addresses(addresses, stored), of_rests[None]])

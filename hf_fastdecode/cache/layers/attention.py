@@ -195,20 +195,20 @@ class SharedContextLayer(StoredLayer, PlainLayer):
         self.appended = queries
         return step
 
-    def reserve(self, tokens: int) -> bool:
-        """Allocate capacity for `tokens` suffix tokens per row; returns whether storage moved."""
+    def reserve(self, tokens: int) -> None:
+        """Allocate capacity for `tokens` suffix tokens per row."""
         state = self.state
         like = self.storage.suffix_example
         if state.forest is None or like is None or (not self.storage.segments and not self.storage.capacity):
             raise ValueError("this cache layer holds no tokens; prefill it first")
-        return self._grow(tokens, like)
+        self._grow(tokens, like)
 
-    def _grow(self, tokens: int, like: Segment) -> bool:
+    def _grow(self, tokens: int, like: Segment) -> None:
         state = self.state
         assert state.forest is not None
         capacity, used = state.division.room(tokens), state.division.suffix_shard.count(state.suffixes.longest)
         most = None if state.max_suffix is None else state.division.room(state.max_suffix)
-        return self.storage.grow(state.forest.rows, capacity, used, like, most)
+        self.storage.grow(state.forest.rows, capacity, used, like, most)
 
     @property
     def batch_size(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.shared import SharedContextCache
-from ..steps.graph_capture import free_memory
+from ...kernels.device import free_memory
 
 _EXPECTED = 1024
 """New tokens of a row that its capacity is counted with, if it may draw more."""

@@ -25,8 +25,9 @@ from ...cache.shared import SharedContextCache
 from ...errors import Unsupported
 from ..call_context import CallContext
 from ..forward_pass import arguments_of_decoders, reduced
-from ..steps.loop_passes import capture_passes, choose_pass_mode, first_passes
+from ..steps.loop_passes import CapturedPasses, choose_pass_mode
 from ..steps.modes import holding_captures
+from ..steps.prefill_passes import RowPasses
 from ..support import OWN_METHOD, check_arguments
 from .call_plan import CallPlan, Request, plan_call, planned_alike
 from .gain import require_gain
@@ -98,7 +99,9 @@ class FirstPassPrompts:
         self._adopt(cache, plan)
         positions = _positions_of_last(plan, request.wanted)
         tokens = sorted(set(positions[positions >= 0].tolist()))
-        captured = first_passes(call) if holds and not watches else None
+        captured = None
+        if holds and not watches and call.alone:
+            captured = RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
         extra: dict[str, Any] = {"output_hidden_states": True} if hidden else {}
         passes = list(passes_of(call, cache, plan, tokens, captured_rows=captured, **extra))
         if prompts.reusable:
@@ -108,7 +111,8 @@ class FirstPassPrompts:
         output = _output(cache, plan, passes, positions, hidden=hidden)
         if holds:
             reorders = call.config.num_beams is not None and call.config.num_beams > 1
-            capture_passes(call, cache, held, reorders=reorders, watches=watches)
+            cache.later_passes = later = CapturedPasses(call, reorders=reorders, watches=watches)
+            held.callback(later.end, cache)
         return output
 
     def _log_unused(self, rows: int, reason: str) -> None:

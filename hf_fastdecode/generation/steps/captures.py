@@ -17,6 +17,7 @@ from ...cache.captured import storages_in_place
 from ...cache.layers.state import StepBuffers
 from ...cache.layout import ModelLayout
 from ...cache.shared import SharedContextCache
+from ...kernels.device import free_memory
 from ...kernels.failures import Kernel, failure
 from ..autocast import computes_in
 from ..foreign_code import is_capturable, is_set_once
@@ -25,7 +26,7 @@ from ..snapshot import ModelWalk, captured_state
 from ..structure import Known, Structure
 from .captured_prefill import Captured, CapturedPrefill, CapturedPrefills, CapturedRows, PrefillAhead, Scope, size_for
 from .captured_step import CapturedStep, CaptureOptions, bucket
-from .graph_capture import free_memory, free_workspaces, used_memory
+from .graph_capture import free_workspaces, used_memory
 
 _MOST_STEPS = 32
 """Maximum captured steps kept per model; up to 1,024 rows there are 18 sizes, the small ones in two variants."""

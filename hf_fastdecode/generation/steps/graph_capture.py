@@ -176,14 +176,6 @@ def reserve(size: int, device: torch.device) -> None:
     torch.empty(1 << (size - 1).bit_length(), dtype=torch.uint8, device=device)
 
 
-def free_memory(device: torch.device) -> int:
-    """Free bytes on a CUDA device, including PyTorch's cached memory; 0 on other devices."""
-    if device.type != "cuda":
-        return 0
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached  # which asks the driver: up to some milliseconds
-
-
 def used_memory(device: torch.device) -> int:
     """Bytes of PyTorch's tensors on a CUDA device; 0 on other devices."""
     if device.type != "cuda":

@@ -12,9 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Hashable
-from contextlib import ExitStack
 from enum import IntEnum
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +34,7 @@ from ..support import is_nothing
 from .captured_step import CapturedPass, CaptureOptions
 from .captures import capture_reason
 from .modes import choose_mode, fused_rows, report_captured
-from .prefill_passes import Failure, RowPasses, fall_back
+from .prefill_passes import Failure, fall_back
 
 _QUERIES = (1, 4, MAX_QUERIES)
 """Captured numbers of tokens: up to 64 tokens in all, a pass takes about as long as one of one token per row."""
@@ -127,7 +125,8 @@ class CapturedPasses:
         ids, positions = arguments.get(names.ids), self._positions(arguments)
         if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.device != self._model.device or not ids.numel():
             return "its input is not input_ids on the model's device"
-        if not self._has_met(cache) or len(ids) != cache.rows:
+        met = cache.state.met and cache.state.met()
+        if met is not self._model or len(ids) != cache.rows:
             return "its rows are not those of the cache"
         if ids.shape[1] > _MOST_PARTS * MAX_QUERIES:
             return f"it has more than {_MOST_PARTS * MAX_QUERIES} tokens in each row"
@@ -176,10 +175,6 @@ class CapturedPasses:
         names = self._call.names
         given = arguments.get(names.positions)
         return arguments.get(names.ids) if given is None and not takes_positions(self._model) else given
-
-    def _has_met(self, cache: SharedContextCache) -> bool:
-        """Whether the cache's layers are those of the model."""
-        return cache.state.met is not None and cache.state.met() is self._model
 
     def _check_model(self) -> str | None:
         """Check the model once for a loop of transformers, and before every pass for one of the user's."""
@@ -237,7 +232,7 @@ class CapturedPasses:
         options = CaptureOptions(fused, given, queries, planes, self._reorders, autocast=self._autocast)
         if (reason := self._failures.get(options)) is not None:
             return None, agreement.refuse(reason)
-        grows = self._must_grow(cache, queries)
+        grows = not cache.has_room(cache.suffix_length + queries)  # on all ranks or on none
         if not grows and (step := agreement.replayed(cache, options)) is not None:
             return step, None
         has_room = not grows or self._has_grown(cache, queries)
@@ -270,12 +265,6 @@ class CapturedPasses:
         self._failures[options] = reason
         return None, reason
 
-    @staticmethod
-    def _must_grow(cache: SharedContextCache, queries: int) -> bool:
-        """Whether suffixes have no room for a pass's tokens: on all ranks or on none."""
-        needed = cache.suffix_length + queries
-        return not cache.has_room(needed)
-
     def _has_grown(self, cache: SharedContextCache, queries: int) -> bool:
         """Allocate room for a pass's tokens, and for some more passes of drafts; whether there was memory for it.
 
@@ -302,21 +291,6 @@ def choose_pass_mode(call: CallContext, new_tokens: int) -> tuple[str, str]:
             call.state.log_once(f"{forced} not used: {error.what}")
         return "eager", error.what
     return choose_mode(call, new_tokens)
-
-
-def first_passes(call: CallContext) -> RowPasses | None:
-    """Runs passes of a loop's first one by captured graphs, in a call that holds the model's captures, if it may."""
-    if not call.alone:
-        return None
-    return RowPasses(call, partial(call.state.captures.refresh, call.model, call.structure))
-
-
-def capture_passes(
-    call: CallContext, cache: SharedContextCache, held: ExitStack, *, reorders: bool, watches: bool
-) -> None:
-    """Let later passes over a cache be captured for as long as `held` has the captures, see `CapturedPasses`."""
-    cache.later_passes = passes = CapturedPasses(call, reorders=reorders, watches=watches)
-    held.callback(passes.end, cache)
 
 
 class Way(IntEnum):

@@ -18,6 +18,7 @@ from ...attention.forest import Path
 from ...attention.launch import plan as own_nodes
 from ...attention.overrides import autocast_dtype
 from ...cache.shared import SharedContextCache
+from ...kernels.device import free_memory
 from ...log import logger
 from ...parallel.ranks import ALONE, Ranks
 from ..autocast import computes_in
@@ -28,7 +29,7 @@ from ..structure import Structure
 from ..support import step_arguments
 from .captured_step import CaptureOptions, bucket
 from .captures import LONG_COMPLETIONS, STEPS, Captures, LockHolder, capture_reason, reason_of_call
-from .graph_capture import free_memory, has_projections
+from .graph_capture import has_projections
 from .prefill_passes import Failure, PrefillPasses, RowPasses, cannot_run, fall_back
 
 _STEPS_OF_A_CAPTURE = 8

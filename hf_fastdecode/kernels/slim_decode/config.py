@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
-from typing import TypeVar
 
 import torch
 
 from ..device import fitted, power_of_two
 from .cluster import ClusterConfig, ClusterShape
 from .inputs import EIGHT_BITS
-
-Config = TypeVar("Config", bound="TwoLaunchConfig | ClusterConfig")
 
 
 @dataclass(frozen=True)
@@ -28,28 +25,6 @@ class TwoLaunchConfig:
     # of its token's value too, as with keys and values, so that one part errs as fused attention does.
     parts: int = 2
     programs: int | None = None  # programs at most; one per multiprocessor when None
-
-
-def config_text(config: TwoLaunchConfig | ClusterConfig) -> str:
-    """A configuration as `parse_config` reads it."""
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return ",".join(f"{name}={value}" for name, value in values.items() if value is not None)
-
-
-def parse_config(text: str, base: Config) -> Config:
-    """Change fields of `base`, as in ``own_heads=8,block_t=16``.
-
-    Raises:
-        ValueError: A field is unknown, or its value is not a whole number.
-    """
-    changes: dict[str, int] = {}
-    names = [field.name for field in fields(base)]
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        if name not in names or not value.isdecimal():
-            raise ValueError(f"a launch configuration is NAME=NUMBER,..., with names {', '.join(names)}: {part!r}")
-        changes[name] = int(value)
-    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)  # the search takes as long as a step's attention

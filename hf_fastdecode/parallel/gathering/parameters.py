@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..._compat import STORED, all_gather_vectors
 from ...errors import Unsupported
+from ...kernels.device import free_memory
 from .memory import Memory, memory_on
 
 if TYPE_CHECKING:
@@ -219,15 +220,9 @@ class _Whole:
                     swaps.put(vars(module), name, parameter)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what PyTorch's allocator keeps."""
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + cached
-
-
 def _check_room(nbytes: int, device: torch.device) -> None:
     """Raise `Unsupported` if a GPU's free memory does not hold gathered parameters; other memory is not measured."""
-    if device.type == "cuda" and nbytes > MOST_OF_FREE * (free := free_bytes(device)):
+    if device.type == "cuda" and nbytes > MOST_OF_FREE * (free := free_memory(device)):
         raise Unsupported(
             f"all of its parameters take {nbytes / 2**30:.1f} GiB, more than {MOST_OF_FREE:.0%} of the "
             f"{free / 2**30:.1f} GiB that are free on {device}",

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ..._compat import zero_init_of
 from ...errors import Unsupported
 from ...hook_roles import Role, role_of
-from .parameters import MOST_OF_FREE, Gathering, Part, Place, free_bytes
+from ...kernels.device import free_memory
+from .parameters import MOST_OF_FREE, Gathering, Part, Place
 
 
 class Zero3(Gathering):
@@ -86,7 +87,7 @@ _QUANTIZED = "ZeRO-3 quantizes its parameters to gather them"
 
 def _copies(nbytes: int, device: torch.device) -> bool:
     """Whether parameters that a user has gathered are copied, to half of the memory that others may take at most."""
-    return device.type == "cuda" and 2 * nbytes <= MOST_OF_FREE * free_bytes(device)
+    return device.type == "cuda" and 2 * nbytes <= MOST_OF_FREE * free_memory(device)
 
 
 _WHOLE = frozenset({None, "AVAILABLE"})

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..._compat import setting
 from ...attention.kv import Segment
 from ...attention.overrides import no_autocast
 from ...conversion.fit.attention import Tables, rotate, unrotate
@@ -130,11 +131,8 @@ _below: ContextVar[list[Tensor] | None] = ContextVar("weights_below_threshold", 
 def counted() -> Iterator[list[Tensor]]:
     """Collect the number of weights below the threshold at each use, with the zeros of masked tokens."""
     counts: list[Tensor] = []
-    token = _below.set(counts)
-    try:
+    with setting(_below, counts):
         yield counts
-    finally:
-        _below.reset(token)
 
 
 def without_small(probabilities: Tensor, threshold: float) -> Tensor:

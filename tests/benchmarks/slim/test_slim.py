@@ -6,10 +6,11 @@ import torch
 pytest.importorskip("triton")
 from benchmarks.operator_time import Ceilings
 from benchmarks.slim.cases import SLIM_SETS, SLIM_WAYS
-from benchmarks.slim.measure import SlimBench
+from benchmarks.slim.measure import SlimBench, config_text, parse_config
 from hf_fastdecode.files import read_rows
 from hf_fastdecode.kernels.slim_decode import api
 from hf_fastdecode.kernels.slim_decode import api as launches
+from hf_fastdecode.kernels.slim_decode.api import TwoLaunchConfig
 
 from ..cli import command_line
 
@@ -88,3 +89,13 @@ def test_the_command(tmp_path):
     result = run(*words, "--config", "nosuch=1")
     assert result.exit_code == 1
     assert "| 2 | 20 | flash | " in result.stdout
+
+
+def test_configurations_are_parsed():
+    config = parse_config("own_heads=8,parts=1,block_t=64", TwoLaunchConfig(4))
+    assert config == TwoLaunchConfig(8, block_t=64, parts=1)
+    assert parse_config(config_text(config), TwoLaunchConfig(1)) == config
+    assert parse_config("", config) == config
+    for text in ("tiles=3", "parts", "parts=x"):
+        with pytest.raises(ValueError, match="with names own_heads, block_t"):
+            parse_config(text, config)

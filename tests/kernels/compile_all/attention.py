@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_fastdecode.attention.forest import Forest, Node, Span
 from hf_fastdecode.attention.kv import Scoring
-from hf_fastdecode.attention.launch.kernel_call import run_kernels
 from hf_fastdecode.attention.launch.plan import HeadShape, LaunchPlan
 from hf_fastdecode.kernels.forest_decode.api import Config, forest_decode, forest_partial
 from hf_fastdecode.kernels.forest_decode.limits import most_packed_of_latents
@@ -101,7 +100,10 @@ def attend(
     for programs in {plan.programs(0), plan.programs(2000)}:
         schedule = plan.schedule(programs)
         for origins in (None, made(rows, 4096, dtype=torch.int32)):
-            run_kernels(query, *new, *addresses, *rows_of, schedule, plan.config, scoring, origins)
+            tables = (*addresses, *rows_of, schedule, plan.config)
+            scores = {"scale": scoring.scale, "soft_cap": scoring.softcap, "window": scoring.window}
+            biases = {"sinks": scoring.sinks, "biases": scoring.distances}
+            forest_decode(query, *new, *tables, **scores, **biases, origins=origins)
         if not rest:
             attend_in_parts(query, new, addresses, rows_of, schedule, plan.config, scoring)
 

@@ -17,7 +17,7 @@ from hf_fastdecode.kernels import failures
 from hf_fastdecode.kernels.failures import Kernel, KernelFailedError
 from hf_fastdecode.kernels.slim_decode import api
 from hf_fastdecode.kernels.slim_decode.api import ClusterConfig, RotaryTables, TwoLaunchConfig, slim_decode
-from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config, config_text, parse_config
+from hf_fastdecode.kernels.slim_decode.config import choose_two_launch_config
 from hf_fastdecode.patches.layers.slim_values import SlimValues
 
 from ...cases import exhaustive_but
@@ -294,13 +294,3 @@ def test_launch_parameters_of_real_shapes():
     assert choose_two_launch_config(32, 128, 0, half, shared_memory=99 * 1024).stages == 2
     assert choose_two_launch_config(40, 128, 0, half).own_heads == 2
     assert choose_two_launch_config(8, 64, 0, half).own_heads == 8
-
-
-def test_configurations_are_parsed():
-    config = parse_config("own_heads=8,parts=1,block_t=64", TwoLaunchConfig(4))
-    assert config == TwoLaunchConfig(8, block_t=64, parts=1)
-    assert parse_config(config_text(config), TwoLaunchConfig(1)) == config
-    assert parse_config("", config) == config
-    for text in ("tiles=3", "parts", "parts=x"):
-        with pytest.raises(ValueError, match="with names own_heads, block_t"):
-            parse_config(text, config)
