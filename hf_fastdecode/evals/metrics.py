@@ -178,7 +178,7 @@ def pass_at_ranker(
 
 def pass_at_votes(
     passed: Sequence[bool],
-    outputs: Sequence[Hashable | None],
+    outputs: Sequence[Hashable],
     ns: Sequence[int],
     *,
     m: int = 1,
@@ -190,25 +190,22 @@ def pass_at_votes(
     Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples, at least 2, gives the
     probability over a uniformly random order of tied outputs; the result is their mean and its standard error, both
     [len(ns)]. An exact count would be too expensive for a thousand samples. `outputs` are what each sample's program
-    returned, or its text; None, as for a program that crashed, has no vote.
+    returned, or its text.
     """
     check_m(m)
-    # Samples without an output are groups of one each, which never count.
-    keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
-    passing, failing = group_sizes(passed, keys)
+    passing, failing = group_sizes(passed, outputs)
     sizes = np.array([*passing.values(), *failing.values()])
     right = np.arange(len(sizes)) < len(passing)
-    votes = np.array([key[0] == "output" for key in (*passing, *failing)])  # type: ignore[index]
     check_ns(ns, len(passed))
     generator = np.random.default_rng(seed)
     means, errors = np.empty(len(ns)), np.empty(len(ns))
     for at, n in enumerate(ns):
         if n == 1:  # nothing is voted on
-            means[at], errors[at] = (sizes * votes * right).sum() / len(passed), 0.0
+            means[at], errors[at] = (sizes * right).sum() / len(passed), 0.0
             continue
         # The method "marginals" takes memory by groups and not by samples.
         counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
-        chances = _chances(counts * votes, right, m)
+        chances = _chances(counts, right, m)
         means[at], errors[at] = chances.mean(), chances.std(ddof=1) / draws**0.5
     return means, errors
 
