@@ -23,7 +23,6 @@ from .attention import (
     key_heads,
     query_heads,
     require_linear_scores,
-    require_multi_head,
     weighted_values,
 )
 from .cached_numbers import EIGHT_BITS, position_bytes, stored_bytes
@@ -70,7 +69,7 @@ class CacheErrors:
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
         """Keys, after RoPE, and values in `dtype`: transformers' cache."""
-        value_dim = self.values.shape[1] // self.weights.kv_heads
+        value_dim = self.values.shape[1] // self.weights.heads
         keys = rounded(key_heads(self.weights, self.keys, self.rotation), dtype, self.weights.head_dim)
         size = self._bytes(self.keys.shape[1], dtype) + stored_bytes(self.values.shape[1], dtype, value_dim)
         return self._measured("kv", 0, size, keys, rounded(self.values, dtype, value_dim), dtype)
@@ -118,7 +117,7 @@ class CacheErrors:
     def _output(self, keys: Tensor, values: Tensor) -> Tensor:
         causal, bias = self.text.encoded is None, self.text.score_bias
         probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=causal, score_bias=bias)
-        return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
+        return weighted_values(probabilities, values) @ self.weights.W_O
 
     def _measured(
         self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor, dtype: torch.dtype
@@ -250,7 +249,6 @@ def fit_layer(
     solved: KeyToValue | None = None
     for dtype in filter(None, (cache_dtype, eight_bits)):
         try:
-            require_multi_head(weights)
             fit = key_statistics(weights, fitted.key_inputs, dtype, fitted.stored_rotation)
             statistics[dtype_name(dtype)] = fit
         except ValueError as reason:

@@ -13,7 +13,6 @@ from hf_fastdecode.conversion.fit.attention import (
     attention_weights,
     key_heads,
     query_heads,
-    require_multi_head,
 )
 from hf_fastdecode.conversion.fit.value_coordinates import (
     StoredValueCoordinates,
@@ -88,12 +87,6 @@ def test_singular_keys_are_refused() -> None:
             solve_key_to_value(W_K, W_V)
     with pytest.raises(ValueError, match="48 inputs to 40 coordinates"):
         solve_key_to_value(good[:, :40], W_V)
-
-
-def test_grouped_queries_are_refused_with_both_numbers() -> None:
-    require_multi_head(layer())
-    with pytest.raises(ValueError, match="num_key_value_heads == num_attention_heads, got 2 != 4"):
-        require_multi_head(layer(kv_heads=2))
 
 
 RANKS = (0, 1, 6, 47, 48)
