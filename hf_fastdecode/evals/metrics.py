@@ -143,12 +143,12 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 
 
 def pass_at_ranker(
-    pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
+    pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
     """Probability that one of a ranker's m candidates passes, for each number of samples in `ns`.
 
-    `draws` random subsets per n, from a seed combined with the task's id, are for ``votes``; the oracle runs all.
-    Returns probabilities and, where they are estimates, standard errors, both [len(ns)].
+    Random subsets, from a seed combined with the task's id, are for ``votes``; the oracle runs all. Returns
+    probabilities and, where they are estimates, standard errors, both [len(ns)].
     """
     try:
         check_ns(ns, len(pool.passed))
@@ -168,7 +168,7 @@ def pass_at_ranker(
                     for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
                 ]
                 task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
-                return pass_at_votes(pool.passed, votes, ns, m=m, draws=draws, seed=task_seed)
+                return pass_at_votes(pool.passed, votes, ns, m=m, seed=task_seed)
             case _:
                 raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
     except ValueError as error:

@@ -101,10 +101,6 @@ class ValueCoordinates:
     directions: Tensor
     constant: Tensor
 
-    @property
-    def rank(self) -> int:
-        return len(self.directions)
-
     def cached_keys(self, weights: AttentionWeights, inputs: Tensor) -> Tensor:
         """Cached keys of inputs ``[tokens, key_d]``: ``[tokens, e]``, fp64, before any rounding."""
         return weights.keys(inputs) - self.key_offset
