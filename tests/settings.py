@@ -22,3 +22,9 @@ def merging_in_pairs() -> Iterator[None]:
     """Interpreted kernels take less time so."""
     with merging_two_at_once():
         yield
+
+
+@pytest.fixture
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let captured modes run where kernels are interpreted."""
+    monkeypatch.setattr("hf_fastdecode.generation.steps.modes.capture_reason", lambda *_: None)

@@ -120,7 +120,7 @@ def random_layer(spectrum: str, width: int, dtype: torch.dtype, generator: torch
         key = left * torch.logspace(0, -math.log10(float(spectrum)), width, dtype=torch.float64) @ right
         key *= math.sqrt(width) / torch.linalg.norm(key)
     heads = width // _HEAD_DIM
-    return AttentionWeights(query.to(dtype), key.to(dtype), value.to(dtype), output.to(dtype), heads, heads)
+    return AttentionWeights(query.to(dtype), key.to(dtype), value.to(dtype), output.to(dtype), heads)
 
 
 def activations(tokens: int, width: int, generator: torch.Generator) -> Tensor:

@@ -64,7 +64,6 @@ def hier(
     """
     wanted = parse_points(points)
     options.check_enable_options()
-    model.check()
     texts = problem_prompts(load_tasks(task, data=data), shots)
     for problems, samples in wanted:
         check_point(problems, samples, len(texts))
@@ -121,7 +120,6 @@ def longqa(
     """
     wanted = options.parse_counts("questions", questions)
     options.check_enable_options()
-    model.check()
     with _prepared(model, out) as (loaded, tokenizer, budget_s):
         from ..figures import draw_questions
         from ..workloads.document import make_document

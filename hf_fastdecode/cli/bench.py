@@ -58,7 +58,6 @@ def bench(
     """
     points = [parse_point(text) for text in point or ["512x8"]]
     options.check_enable_options(mode=mode, sampler=sampler)
-    model.check()
     target = place_of_calls(model.device, out)
     with exit_on_interrupt():
         _check_size(model, points, new_tokens, target)

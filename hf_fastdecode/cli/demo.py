@@ -27,8 +27,8 @@ def demo(
     n: int = typer.Option(32, help="Completions to draw."),
     shots: int = typer.Option(SHOTS, help="Solved examples before the task, of about 150 tokens each."),
     max_new_tokens: options.MaxNewTokens = 96,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
+    temperature: options.Temperature = options.TEMPERATURE,
+    top_p: options.TopP = options.TOP_P,
     seed: options.Seed = 0,
     task_id: int = typer.Option(DEFAULT_TASK, help="One of the embedded tasks."),
     device: options.Device = "auto",
@@ -46,9 +46,7 @@ def demo(
         hf-fastdecode demo --n 128 --shots 12
         hf-fastdecode demo --task-id 117 --seed 3
     """
-    sampling = options.SamplingOptions(
-        n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed
-    ).sampling()
+    sampling = options.Sampling(n=n, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     options.check_enable_options()
     options.check_device(device)
     (task,) = options.pick_tasks([task_id], shots)

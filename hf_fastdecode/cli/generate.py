@@ -39,7 +39,7 @@ def generate(
     shots: int | None = typer.Option(
         None, help="Solved examples in the prompt of a --task-id.", show_default=str(SHOTS)
     ),
-    drawing: options.SamplingOptions,
+    sampling: options.Sampling,
     stop: list[str] | None = typer.Option(
         None, help="A string that ends a completion and is cut off; repeat it for more."
     ),
@@ -78,7 +78,6 @@ def generate(
             --dtype bfloat16 --mode graph
         cat prompt.txt | hf-fastdecode generate --greedy --stop "[DONE]" --explain
     """
-    sampling = drawing.sampling()
     if explain and how.stock:
         raise InputError("--explain tells what hf_fastdecode did, and --stock runs without it; leave one out")
     if "" in (stops := stop or []):

@@ -45,8 +45,8 @@ Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU),
 TEMPERATURE: Final = 0.8
 TOP_P: Final = 0.95
 TOP_P_HELP: Final = "Draw from the smallest set of tokens of this probability; 1 is off."
-Temperature = Annotated[float | None, typer.Option(help="Divides the logits; above 0.", show_default=str(TEMPERATURE))]
-TopP = Annotated[float | None, typer.Option(help=TOP_P_HELP, show_default=str(TOP_P))]
+Temperature = Annotated[float, typer.Option(help="Divides the logits; above 0.")]
+TopP = Annotated[float, typer.Option(help=TOP_P_HELP)]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens in one completion.")]
 Seed = Annotated[int, typer.Option(help="Seed of torch's random generator; the same seed draws the same completions.")]
 Stock = Annotated[
@@ -109,19 +109,31 @@ def refuse_with_stock(**options: str | int | None) -> None:
 SAMPLES: Final = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings of drawing in one `generate` call, within bounds; greedy ones ignore temperature, top_p and top_k."""
+    """Options of drawing in one `generate` call, within bounds."""
 
-    n: int = SAMPLES
-    max_new_tokens: int = 128
-    temperature: float = TEMPERATURE
-    top_p: float = TOP_P
-    top_k: int = 0
-    greedy: bool = False
-    seed: int = 0
+    n: int = option(None, help="Completions of each prompt.", show_default=f"{SAMPLES}, with --greedy 1")
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = TEMPERATURE
+    top_p: TopP = TOP_P
+    top_k: int = option(
+        0,
+        help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
+        "tail without a word.",
+    )
+    greedy: bool = option(False, "--greedy", help="Take the most likely token at each step.")
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
+        """Choose `n` where it is not given; an InputError for a value out of bounds, or against ``--greedy``."""
+        if vars(self)["n"] is None:  # as typer gives what is not given
+            object.__setattr__(self, "n", 1 if self.greedy else SAMPLES)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if self.greedy and one.name in ("temperature", "top_p", "top_k") and value != one.default:
+                name = one.name.replace("_", "-")
+                raise InputError(f"--{name} {value:g} has no effect with --greedy; leave one of the two out")
         check_count("n", self.n)
         check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=False)
@@ -129,32 +141,6 @@ class Sampling:
             raise InputError(f"--top-k must be at least 0, got {self.top_k}; 0 turns it off")
         if self.greedy and self.n > 1:
             raise InputError(f"greedy completions of a prompt are all equal, got n = {self.n}; use --n 1 or sample")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """Options of drawing, in which None stands for one that was not given."""
-
-    n: int | None = option(None, help="Completions of each prompt.", show_default="4, with --greedy 1")
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: int | None = option(
-        None,
-        help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
-        "tail without a word.",
-        show_default="0",
-    )
-    greedy: bool = option(False, "--greedy", help="Take the most likely token at each step.")
-    seed: Seed = 0
-
-    def sampling(self) -> Sampling:
-        """The settings, with their defaults; an InputError for a value out of bounds, or against ``--greedy``."""
-        given = {"--temperature": self.temperature, "--top-p": self.top_p, "--top-k": self.top_k}
-        if self.greedy and (clash := [name for name, value in given.items() if value is not None]):
-            raise InputError(f"{clash[0]} {given[clash[0]]:g} has no effect with --greedy; leave one of the two out")
-        chosen = {name: value for name, value in vars(self).items() if value is not None}
-        return Sampling(**({"n": 1} if self.greedy else {}) | chosen)
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:

@@ -48,14 +48,10 @@ _NEVER: Final = {
 """Model types that cannot have a slim form, with the reason."""
 
 
-class UnconvertibleError(ValueError):
-    """A model without a slim form, with the reason."""
-
-
 def family_of(config: Any) -> Family:
-    """The family of an ordinary model's config; UnconvertibleError where models of this config have no slim form."""
+    """The family of an ordinary model's config; ValueError where models of this config have no slim form."""
     if (reason := refusal(config)) is not None:
-        raise UnconvertibleError(reason)
+        raise ValueError(reason)
     family = _load(language_config(config).model_type)
     return multimodal_family(config, family) if config.model_type in MULTIMODAL else family
 
@@ -109,9 +105,9 @@ def refusal(config: Any) -> str | None:
 
 
 def family_of_slim(config: Any) -> tuple[str, Family]:
-    """The ordinary (language) model type and the family of a slim config; UnconvertibleError where it is not slim."""
+    """The ordinary (language) model type and the family of a slim config; ValueError where it is not slim."""
     if not is_slim(config):
-        raise UnconvertibleError(f"the model is not slim but of type {config.model_type}; it is full already")
+        raise ValueError(f"the model is not slim but of type {config.model_type}; it is full already")
     name = language_config(config).model_type.removeprefix(SLIM)
     family = _load(name)
     if config.model_type in MULTIMODAL:
@@ -149,7 +145,7 @@ def require_rope(family: Family, config: Any, rope: str) -> None:
     try:
         family.slim_config(**_ordinary_fields(config), slim_rope=rope)
     except ValueError as error:
-        raise UnconvertibleError(str(error)) from error
+        raise ValueError(str(error)) from error
 
 
 def slim_config(family: Family, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, rope: str) -> Any:
@@ -166,7 +162,7 @@ def full_config(family: Family, config: Any, model_type: str, dtype: torch.dtype
 
 
 def ordinary_config(config: Any) -> Any:
-    """The config of the ordinary model that a slim one stands for; UnconvertibleError where it is not slim."""
+    """The config of the ordinary model that a slim one stands for; ValueError where it is not slim."""
     model_type, family = family_of_slim(config)
     return full_config(family, config, model_type, config.dtype)
 

@@ -50,10 +50,6 @@ NamedPlan = Literal["auto", "k", "x", "e", "kv"]
 NAMED: Final[tuple[NamedPlan, ...]] = get_args(NamedPlan)
 
 
-class PlanError(ValueError):
-    """An invalid plan, or one that the model cannot have."""
-
-
 @dataclass(frozen=True)
 class PlanChoice:
     """Rule by which layers' caches are chosen, see `to_slim`.
@@ -75,36 +71,36 @@ class PlanChoice:
     def __post_init__(self) -> None:
         if isinstance(self.plan, str):
             if self.plan not in NAMED:
-                raise PlanError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
+                raise ValueError(f"plan must be {', '.join(NAMED)} or a plan per layer, got {self.plan!r}")
         else:
             try:
                 pairs = _pairs([{"plan": name, "rank": rank} for name, rank in self.plan])
             except (TypeError, ValueError) as error:
-                raise PlanError(
+                raise ValueError(
                     f'plan must be {", ".join(NAMED)} or a pair such as ("k+r", 64) for each layer, got {self.plan!r} '
                     f"({error})"
                 ) from error
             object.__setattr__(self, "plan", pairs)
         if self.rank is not None and (type(self.rank) is not int or self.rank < 0):
-            raise PlanError(
+            raise ValueError(
                 f"`rank` must be an integer of at least 0 (keys alone), got {self.rank!r}; leave it out for `plan`"
             )
         if self.rank is not None and self.plan != AUTO:
-            raise PlanError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
+            raise ValueError(f"rank {self.rank} is a plan for all layers, and another was given; leave one out")
         if not isinstance(self.tolerance, int | float) or not 1 <= self.tolerance < math.inf:
-            raise PlanError(
+            raise ValueError(
                 "`tolerance` must be a number of at least 1 (the error of keys and values themselves), got "
                 f"{self.tolerance!r}; leave it out for 2"
             )
         dtype = parse_dtype(self.cache_dtype, known=CACHE_DTYPES, argument="cache_dtype")
         object.__setattr__(self, "cache_dtype", dtype)
         if self.rope not in ROPES:
-            raise PlanError(f"`rope` must be one of {', '.join(ROPES)}, got {self.rope!r}; choose one")
+            raise ValueError(f"`rope` must be one of {', '.join(ROPES)}, got {self.rope!r}; choose one")
 
     def of_layer(self, index: int, layers: int, plans: Sequence[str] = PLANS) -> tuple[str, int]:
         """Plan and rank asked for layer `index` of `layers`; ``auto`` has rank 0.
 
-        Raises PlanError where the layer, which can have `plans`, cannot have it.
+        Raises ValueError where the layer, which can have `plans`, cannot have it.
         """
         if self.rank is not None:
             plan, rank = "k+r" if self.rank else "k", self.rank
@@ -113,10 +109,10 @@ class PlanChoice:
         elif len(self.plan) == layers:
             plan, rank = self.plan[index]
         else:
-            raise PlanError(f"the plan is for {len(self.plan)} layers, and the model has {layers}: name one for each")
+            raise ValueError(f"the plan is for {len(self.plan)} layers, and the model has {layers}: name one for each")
         if plan not in (AUTO, *plans):
             reason = ", as RoPE or QK-norm stands before the scores" if plan == "x" and "e" not in plans else ""
-            raise PlanError(f"layer {index} cannot have plan {plan!r}, only one of {', '.join(plans)}{reason}")
+            raise ValueError(f"layer {index} cannot have plan {plan!r}, only one of {', '.join(plans)}{reason}")
         return plan, rank
 
 
@@ -128,7 +124,7 @@ def _pairs(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
 def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[str] = PLANS) -> CacheError:
     """The cache of layer `index` among those measured in `plan`; ``auto`` chooses from `plans`.
 
-    Raises PlanError where the layer cannot have the plan and rank that were asked for.
+    Raises ValueError where the layer cannot have the plan and rank that were asked for.
     """
     if asked[0] == AUTO:
         return next(one for one in plan.candidates if one.plan in plans and plan.accepts(one))
@@ -136,30 +132,32 @@ def pick(plan: LayerPlan, asked: tuple[str, int], index: int, plans: Sequence[st
         if (candidate.plan, candidate.rank) == asked and (not in_eight_bits(candidate) or plan.accepts(candidate)):
             return candidate
     reason = plan.refused.get(asked[0], "it was not measured")  # type: ignore[call-overload]
-    raise PlanError(f"layer {index} cannot have plan {asked[0]!r}: {reason}")
+    raise ValueError(f"layer {index} cannot have plan {asked[0]!r}: {reason}")
 
 
 def read_plan_file(path: Path) -> tuple[tuple[str, int], ...]:
     """Plans from a JSON file: a list with ``plan`` and ``rank`` per layer, a slim config.json, or a conversion report.
 
-    Raises PlanError where the file cannot be read, or holds no plan.
+    Raises ValueError where the file cannot be read, or holds no plan.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # the last where lists are nested too deeply
         reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise PlanError(f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {reason}") from error
+        raise ValueError(
+            f"{path} is neither a plan ({', '.join(NAMED)}) nor a JSON file of plans: {reason}"
+        ) from error
     entries = content
     if isinstance(content, dict):
         inner = content.get("text_config")  # of a multimodal model's config
         content = inner if isinstance(inner, dict) else content
         entries = content.get("slim_layers", content.get("layers"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise PlanError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')
+        raise ValueError(f'{path} holds no list of plans such as {{"plan": "k+r", "rank": 64}}, one per layer')
     try:
         return _pairs(entries)
     except ValueError as error:
-        raise PlanError(f"{path}: {error} (plans are {', '.join(ALL_PLANS)})") from error
+        raise ValueError(f"{path}: {error} (plans are {', '.join(ALL_PLANS)})") from error
 
 
 _IN_TURNS: Final = {"x": (("x", 0), ("e", 0)), "e": (("k", 0), ("e", 0))}
@@ -227,7 +225,7 @@ class LayerConverter:
     def convert(self, index: int) -> ConvertedLayer:
         """Measure, choose and round.
 
-        Raises PlanError where the attention cannot have the plan that was asked for, or some layers' cross-attention
+        Raises ValueError where the attention cannot have the plan that was asked for, or some layers' cross-attention
         alone is asked to read the encoder's output; ValueError where the text is too short or not finite.
         """
         layer_tensors, text = self.source(index)
@@ -283,7 +281,7 @@ class LayerConverter:
         crosses = range(1, self.count, 2)
         asked = [self.choice.of_layer(index, self.count, CROSS_PLANS)[0] for index in crosses]
         if "e" in asked and set(asked) != {"e"}:
-            raise PlanError(
+            raise ValueError(
                 "cross-attention reads the encoder's output in all layers or in none (plan 'e'), got "
                 f"{', '.join(asked)}; plan 'e' for all of them"
             )

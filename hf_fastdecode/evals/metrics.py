@@ -143,12 +143,12 @@ RANKERS: Final[tuple[Ranker, ...]] = get_args(Ranker)
 
 
 def pass_at_ranker(
-    pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, draws: int = 1000, seed: int = 0
+    pool: Pool, ranker: Ranker, ns: Sequence[int], *, m: int = 3, seed: int = 0
 ) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]:
     """Probability that one of a ranker's m candidates passes, for each number of samples in `ns`.
 
-    `draws` random subsets per n, from a seed combined with the task's id, are for ``votes``; the oracle runs all.
-    Returns probabilities and, where they are estimates, standard errors, both [len(ns)].
+    Random subsets, from a seed combined with the task's id, are for ``votes``; the oracle runs all. Returns
+    probabilities and, where they are estimates, standard errors, both [len(ns)].
     """
     try:
         check_ns(ns, len(pool.passed))
@@ -168,7 +168,7 @@ def pass_at_ranker(
                     for key, output, right in zip(pool.keys, pool.outputs, pool.passed)
                 ]
                 task_seed = zlib.crc32(f"{seed} {pool.task_id}".encode(errors="replace"))
-                return pass_at_votes(pool.passed, votes, ns, m=m, draws=draws, seed=task_seed)
+                return pass_at_votes(pool.passed, votes, ns, m=m, seed=task_seed)
             case _:
                 raise ValueError(f"the ranker must be one of {', '.join(RANKERS)}, got {ranker!r}")
     except ValueError as error:
@@ -178,7 +178,7 @@ def pass_at_ranker(
 
 def pass_at_votes(
     passed: Sequence[bool],
-    outputs: Sequence[Hashable | None],
+    outputs: Sequence[Hashable],
     ns: Sequence[int],
     *,
     m: int = 1,
@@ -190,25 +190,22 @@ def pass_at_votes(
     Self-consistency (Wang et al. 2023) for m = 1. Each of `draws` random subsets of n samples, at least 2, gives the
     probability over a uniformly random order of tied outputs; the result is their mean and its standard error, both
     [len(ns)]. An exact count would be too expensive for a thousand samples. `outputs` are what each sample's program
-    returned, or its text; None, as for a program that crashed, has no vote.
+    returned, or its text.
     """
     check_m(m)
-    # Samples without an output are groups of one each, which never count.
-    keys = [("none", index) if output is None else ("output", output) for index, output in enumerate(outputs)]
-    passing, failing = group_sizes(passed, keys)
+    passing, failing = group_sizes(passed, outputs)
     sizes = np.array([*passing.values(), *failing.values()])
     right = np.arange(len(sizes)) < len(passing)
-    votes = np.array([key[0] == "output" for key in (*passing, *failing)])  # type: ignore[index]
     check_ns(ns, len(passed))
     generator = np.random.default_rng(seed)
     means, errors = np.empty(len(ns)), np.empty(len(ns))
     for at, n in enumerate(ns):
         if n == 1:  # nothing is voted on
-            means[at], errors[at] = (sizes * votes * right).sum() / len(passed), 0.0
+            means[at], errors[at] = (sizes * right).sum() / len(passed), 0.0
             continue
         # The method "marginals" takes memory by groups and not by samples.
         counts = generator.multivariate_hypergeometric(sizes, n, size=draws, method="marginals")
-        chances = _chances(counts * votes, right, m)
+        chances = _chances(counts, right, m)
         means[at], errors[at] = chances.mean(), chances.std(ddof=1) / draws**0.5
     return means, errors
 

@@ -253,8 +253,6 @@ def _message(task: Task) -> str:
     )
 
 
-__all__ = ["FORMAT_NAMES", "SHOTS", "PromptFormat", "StopRule", "prompt_format"]
-
 FORMAT_NAMES: Final = ("mbxp", "austin", "bigcode")
 SHOTS: Final = 3
 """Solved examples of the format `austin`, as in its paper."""

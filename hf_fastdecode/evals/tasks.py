@@ -369,19 +369,14 @@ class TaskIds:
         self._tasks = {_key(task.task_id): task for task in tasks}
         self._prefixes = {prefix for prefix, _ in self._tasks}
 
-    def find(self, given: object) -> Task | None:
-        """Return the task with an integer or a text, with or without the data set's name, for its id."""
-        if isinstance(given, bool) or not isinstance(given, (int, str)):
-            return None
-        prefix, number = _key(str(given).strip())
-        prefixes = {"": self._prefixes, _MBPP: {_MBPP, ""}}.get(prefix, {prefix})
-        found = [self._tasks[one, number] for one in prefixes if (one, number) in self._tasks]
-        return found[0] if len(found) == 1 else None
-
     def require(self, given: object, source: str = "") -> Task:
-        """As `find`; an InputError if there is none."""
-        if task := self.find(given):
-            return task
+        """The task with an integer or a text, with or without the data set's name, for its id; else an InputError."""
+        if isinstance(given, int | str) and not isinstance(given, bool):
+            prefix, number = _key(str(given).strip())
+            prefixes = {"": self._prefixes, _MBPP: {_MBPP, ""}}.get(prefix, {prefix})
+            found = [self._tasks[one, number] for one in prefixes if (one, number) in self._tasks]
+            if len(found) == 1:
+                return found[0]
         known = [task.task_id for task in self._tasks.values()]
         raise InputError(
             f"{source}there is no task {given}; the {len(known)} tasks have ids from {known[0]} to {known[-1]}"

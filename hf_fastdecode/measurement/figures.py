@@ -38,7 +38,6 @@ def panel_axes(
     *,
     letters_per_inch: int = 12,
     legend_columns: int = 3,
-    legend_size: int = 9,
     finish: Callable[[Any], object] = lambda figure: None,
 ) -> Iterator[list[Any]]:
     """Axes to draw into; then they get style, title and legend, `finish` gets the figure, and it is saved."""
@@ -47,7 +46,7 @@ def panel_axes(
     for axis in axes:
         style_axis(axis)
     add_title(figure, title, letters_per_inch=letters_per_inch)
-    add_legend(figure, columns=legend_columns, fontsize=legend_size)
+    add_legend(figure, columns=legend_columns)
     finish(figure)
     save(figure, path)
 

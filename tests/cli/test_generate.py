@@ -15,7 +15,7 @@ from typer.testing import Result
 from hf_fastdecode.assets import embedded_tasks, few_shot_prompt
 from hf_fastdecode.cli.generate import read_prompts
 from hf_fastdecode.cli.models import draw, encode, read_completions
-from hf_fastdecode.cli.options import Sampling, SamplingOptions, parse_counts
+from hf_fastdecode.cli.options import Sampling, parse_counts
 from hf_fastdecode.errors import InputError, one_line
 from hf_fastdecode.generation.decoding.sampling import TokenLogProbs
 from hf_fastdecode.measurement.calls import Drawn, end_tokens_of
@@ -98,20 +98,19 @@ def test_out_of_bounds(option, value, message):
 
 
 def test_defaults_depend_on_greedy():
-    assert SamplingOptions(max_new_tokens=8).sampling() == Sampling(max_new_tokens=8)
-    assert SamplingOptions(greedy=True).sampling() == Sampling(n=1, greedy=True)
+    assert [Sampling(greedy=greedy).n for greedy in (False, True)] == [4, 1]
 
 
 @pytest.mark.parametrize("option", ["temperature", "top_p", "top_k"])
 def test_greedy_contradicts_sampling_options(option):
     flag = "--" + option.replace("_", "-")
     with pytest.raises(InputError, match=f"{flag} 1 has no effect with --greedy"):
-        SamplingOptions(greedy=True, **{option: 1}).sampling()
+        Sampling(greedy=True, **{option: 1})
 
 
 def test_greedy_samples_are_all_equal():
     with pytest.raises(InputError, match="got n = 3; use --n 1"):
-        SamplingOptions(greedy=True, n=3).sampling()
+        Sampling(greedy=True, n=3)
 
 
 def test_counts_rise():

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_fastdecode as fd
-from hf_fastdecode.cli.inspection.report import Sharing, inspect_model, sharing_text
+from hf_fastdecode.cli.inspection.report import ModelReport, Sharing, inspect_model, sharing_text
 from hf_fastdecode.errors import InputError
 
 from ..conversion.checkpoints import save_multi_head
@@ -27,6 +27,7 @@ LLAMA = {
     "max_position_embeddings": 512,
     "vocab_size": 97,
 }
+REPORT = ModelReport("tiny", "llama", "bfloat16", sharing=None, refused=None, caches=[])
 
 
 def inspect(model_type: str = "llama", contexts=(100,), samples=(8,), new_tokens=10, dtype="auto", **other) -> Sharing:
@@ -54,12 +55,7 @@ def test_rows_by_hand():
 def test_json_has_numbers_and_ratios():
     fields = json.loads(json.dumps(inspect().to_json()))
     assert (fields["layers"], fields["query_heads"], fields["kv_heads"], fields["group_size"]) == (2, 4, 2, 2)
-    assert (fields["attention"], fields["head_dim"], fields["dtype"], fields["max_positions"]) == (
-        "GQA",
-        16,
-        "float32",
-        512,
-    )
+    assert (fields["attention"], fields["head_dim"], fields["max_positions"]) == ("GQA", 16, 512)
     assert fields["rows"][0]["kv_bytes"] == {"stock": 450560, "shared": 92160, "ratio": 4.8889}
 
 
@@ -92,7 +88,7 @@ def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
     (row,) = found.rows
     assert (row.stock_reason, row.note) == (None, note if context == 503 else None)
     assert found.to_json()["rows"][0]["note"] == row.note
-    Console(width=120).print(sharing_text(found))
+    Console(width=120).print(sharing_text(REPORT, found))
     shown = capsys.readouterr().out
     assert (f"[1] {note}\n" in shown) == (f"[1] {context} " in shown) == (context == 503)
     assert f"{row.kv_bytes.ratio:.1f}x" in shown and "stock:" not in shown
@@ -104,7 +100,7 @@ def test_calls_longer_than_the_model_share_and_are_noted(context, capsys):
 
 
 def test_a_note_and_a_reason_have_marks_of_their_own(capsys):
-    Console(width=120).print(sharing_text(inspect(contexts=(100, 600), samples=(1, 8))))
+    Console(width=120).print(sharing_text(REPORT, inspect(contexts=(100, 600), samples=(1, 8))))
     shown = " ".join(capsys.readouterr().out.split())
     assert "[1] runs stock: sharing would save 0 tokens, fewer than 64 [2] 610 tokens are more than" in shown
     assert "[2] 600 │ 1 │" in shown and "[2] 600 │ 8 │" in shown
@@ -146,7 +142,7 @@ def test_latents_are_counted():
     assert found.rows[0].kv_bytes == (8 * 110 * 128, (100 + 8 * 10) * 128)
     console = Console(width=200, no_color=True)
     with console.capture() as text:
-        console.print(sharing_text(found))
+        console.print(sharing_text(REPORT, found))
     assert "latent: 2 layers, h = 4 query heads over 32 elements of a token, 24 of them its latent" in text.get()
     assert " bytes (bfloat16, latents, all layers)" in text.get()
 

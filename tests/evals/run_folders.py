@@ -139,16 +139,16 @@ def first_m_by_hand(columns: Columns, m: int) -> list[float]:
     return mean_over_subsets(len(keys), value)
 
 
-def votes_by_hand(passed: Sequence[bool], outputs: Sequence[int | None], m: int) -> list[float]:
+def votes_by_hand(passed: Sequence[bool], outputs: Sequence[int], m: int) -> list[float]:
     """The m most frequent outputs, over every order of the outputs that tie."""
 
     def value(chosen: Sequence[int]) -> Fraction:
-        votes = Counter(outputs[index] for index in chosen if outputs[index] is not None)
+        votes = Counter(outputs[index] for index in chosen)
         right = {outputs[index] for index in chosen if passed[index]}
         orders = [
             sorted(order, key=lambda output: -votes[output])[:m]  # stable: ties stay in the order given
             for order in permutations(votes)
         ]
-        return Fraction(sum(bool(right & set(order)) for order in orders), len(orders)) if votes else Fraction()
+        return Fraction(sum(bool(right & set(order)) for order in orders), len(orders))
 
     return mean_over_subsets(len(passed), value)

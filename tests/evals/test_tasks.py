@@ -282,18 +282,20 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", ["11", 11, " 11", "Mbpp/11", "MBPP/11", "mbpp_11", "011"])
 def test_ids_of_mbpp(given: object) -> None:
-    assert TaskIds([MBPP]).find(given) is MBPP
+    assert TaskIds([MBPP]).require(given) is MBPP
 
 
 @pytest.mark.parametrize("given", ["12", "HumanEval/11", "MBJP/11", None, True, 11.0, "", "abc", ["11"]])
 def test_ids_that_are_not_of_mbpp(given: object) -> None:
-    assert TaskIds([MBPP]).find(given) is None
+    with pytest.raises(InputError, match="there is no task"):
+        TaskIds([MBPP]).require(given)
 
 
 def test_ids_with_a_prefix() -> None:
-    found = TaskIds([JAVA])
-    assert found.find("MBJP/3") is found.find("mbjp_3") is found.find(3) is JAVA
-    assert found.find("MBPP/3") is None
+    ids = TaskIds([JAVA])
+    assert all(ids.require(given) is JAVA for given in ("MBJP/3", "mbjp_3", 3))
+    with pytest.raises(InputError, match="there is no task MBPP/3"):
+        ids.require("MBPP/3")
 
 
 OWN_MBPP = {**FULL, "task_id": "mine/1", "text": "Double x."}

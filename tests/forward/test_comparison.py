@@ -10,9 +10,10 @@ import torch
 from hf_fastdecode.forward import packed, rows, seam
 from hf_fastdecode.forward.trie import Node, Tree
 
+from ..tiny_models import tiny_model
 from . import all_classes
 from .batches import Batch
-from .comparison import exact_of, outcome
+from .comparison import exact_of, in_doubles, outcome
 from .test_fuzz import check, models_of
 
 CONTEXT = tuple(range(3, 20))
@@ -128,3 +129,8 @@ def test_wrong_classes_are_found(plant, kind, monkeypatch):
 def test_classes_that_raise_are_found(monkeypatch):
     monkeypatch.setattr(seam, "to_rows", None)
     assert all_classes.verdict_on("LlamaForCausalLM").kind == "crashed"
+
+
+def test_models_in_doubles_are_in_doubles():
+    model = in_doubles(tiny_model("gpt_oss"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}

@@ -25,7 +25,7 @@ from hf_fastdecode.generation.structure import Structure
 
 from ..tiny_models import tiny_model
 from .comparison import exact, faults, report_of, sharing
-from .test_rules import CALL, REAL, ROWS, check_stock, outputs
+from .passes import CALL, REAL, ROWS, check_stock, outputs
 
 IDS = ROWS["input_ids"]
 

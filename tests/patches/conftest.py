@@ -1,3 +1,3 @@
 """How kernels run in these tests."""
 
-from ..settings import merging_in_pairs  # noqa: F401
+from ..settings import merging_in_pairs, uncaptured  # noqa: F401

@@ -33,12 +33,6 @@ SAMPLES: dict[str, Any] = {"do_sample": True, "top_k": 0, "num_return_sequences"
 
 
 @pytest.fixture
-def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let captured modes run where kernels are interpreted."""
-    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
-
-
-@pytest.fixture
 def small_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Suffixes move every few tokens."""
     monkeypatch.setattr(storage, "_FIRST_CAPACITY", 4)

@@ -32,7 +32,7 @@ from hf_fastdecode.conversion.convert import Settings, convert_checkpoint
 from hf_fastdecode.conversion.families import FAMILIES as SUPPORTED
 from hf_fastdecode.conversion.families import family_of
 from hf_fastdecode.conversion.fit.cached_numbers import stored_bytes
-from hf_fastdecode.conversion.layer_converter import PlanChoice, PlanError
+from hf_fastdecode.conversion.layer_converter import PlanChoice
 from hf_fastdecode.conversion.to_slim import to_slim
 from hf_fastdecode.patches.layers.family import attention_inputs, longest_text
 
@@ -296,7 +296,7 @@ def test_inputs_in_8_bits(name: str) -> None:
 
 def test_plans_of_other_architectures() -> None:
     for name, plan in (("olmo", "x"), ("gpt2", "e")):
-        with pytest.raises(PlanError, match=f"layer 0 cannot have plan '{plan}', only one of k"):
+        with pytest.raises(ValueError, match=f"layer 0 cannot have plan '{plan}', only one of k"):
             to_slim(family_model(name), TEXT, plan=plan)
 
 
@@ -318,7 +318,7 @@ def test_plans_of_other_architectures() -> None:
     ids=str,
 )
 def test_choices_that_are_none(option: dict[str, Any], reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
+    with pytest.raises(ValueError, match=reason):
         PlanChoice(**option)
 
 

@@ -87,10 +87,10 @@ def test_small_weights_are_skipped(monkeypatch: pytest.MonkeyPatch, name: str, p
         probabilities = attention_weights(query, key_heads(weights, keys, rotation), weights.score_scale)
         kept = probabilities * (probabilities >= THRESHOLD)
         assert 0.1 < 1 - kept.count_nonzero() / probabilities.count_nonzero() < 0.9
-        out = weighted_values(kept, values, weights.kv_heads) @ weights.W_O
+        out = weighted_values(kept, values) @ weights.W_O
         out = out + fold_into_output_bias(weights, torch.zeros(values.shape[1]))
         assert relative(found, out) < family_condition(slim) * EPS
-        dense = weighted_values(probabilities, values, weights.kv_heads) @ weights.W_O
+        dense = weighted_values(probabilities, values) @ weights.W_O
         assert relative(found, dense) > 100 * family_condition(slim) * EPS  # else this shows nothing
     slim.float()
 

@@ -32,17 +32,12 @@ from .slim_models import TEXT, pair
 pytestmark = [
     pytest.mark.skipif(not triton_is_installed(), reason="needs Triton"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="float32 is refused on a GPU"),
+    pytest.mark.usefixtures("uncaptured"),
 ]
 ALONE = ragged_prompts(24, 19)
 MANY = {name: value[[0, 0, *range(1, 9)]] for name, value in ragged_prompts(9, *[10] * 8).items()}
 BEHIND_A_HEAD = ragged_prompts(24, 22, 23, shared=17)
 SAMPLE: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 5}
-
-
-@pytest.fixture(autouse=True)
-def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let captured modes run where kernels are interpreted."""
-    monkeypatch.setattr(modes, "capture_reason", lambda *_: None)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ...measurement.rows import Case, provenance, run
 from ...model_names import max_positions
 from ..console import forced_options, note, quiet_libraries, resumed_by_same_command
 from ..interrupts import exit_on_interrupt
-from ..options import Sampler, expand_option_groups, pick_device, split_values
+from ..options import Sampler, check_enable_options, expand_option_groups, pick_device, split_values
 from .options import (
     NEW_TOKENS,
     NEW_TOKENS_OF_THINKERS,
@@ -53,12 +53,6 @@ class Options:
     prompts: PromptOptions
     draw: DrawOptions
     decoding: DecodingOptions
-
-    def check(self) -> None:
-        self.draw.check()
-        self.decoding.check()
-        self.model.check()
-        self.prompts.check()
 
 
 @dataclass(frozen=True)
@@ -152,8 +146,7 @@ def draw_samples(prepared: Prepared, folder: Path, *, shared: bool) -> None:
 
 
 def load_suitable_tasks(options: Options) -> TaskSet:
-    """Check options, load the tasks, and check that the prompt format suits them, without torch."""
-    options.check()
+    """Load the tasks, and check that the prompt format suits them, without torch."""
     chosen = options.tasks.load()
     if not options.prompts.chat:  # a template is the tokenizer's
         options.prompts.make(chosen)
@@ -185,7 +178,7 @@ def prepare(options: Options, chosen: TaskSet) -> Prepared:
             sampler=decoding.sampler,
             processed=decoding.processed,
         ),
-        counts=draw.check(),
+        counts=draw.counts,
     )
     _check_positions(prepared)
     if form.thinks:
@@ -238,7 +231,7 @@ def latency(
     """
     modes = split_values(mode)
     for one in modes:
-        DecodingOptions(mode=one).check()
+        check_enable_options(mode=one)
     folder = run_folder(out, tasks.task, model.model)
     options = Options(tasks, model, prompts, draw, DecodingOptions(sampler=sampler))
     chosen = load_suitable_tasks(options)

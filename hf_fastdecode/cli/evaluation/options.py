@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, cast
+from typing import Annotated, Any, Final, Self
 
 import typer
 
@@ -107,7 +107,7 @@ class ModelOptions:
     )
     device: options.Device = "auto"
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         parse_dtype(self.dtype)
         options.check_device(self.device)
         check_model(self.model)
@@ -137,13 +137,18 @@ class PromptOptions:
             self.format,
             shots=self.shots,
             chat_tokenizer=tokenizer if self.chat else None,
-            template_arguments=self.check(),
+            template_arguments=self.template_arguments,
         )
 
-    def check(self) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        if self.template_arguments is not None and not self.chat:
+            raise InputError("--chat-template-kwargs are arguments of a chat template; add --chat")
+
+    @property
+    def template_arguments(self) -> dict[str, Any] | None:
         given = self.chat_template_kwargs
         if given is None:
-            return {}
+            return None
         try:
             found = json.loads(given)
         except ValueError:
@@ -152,8 +157,6 @@ class PromptOptions:
             raise InputError(
                 f"--chat-template-kwargs must be a JSON object such as '{{\"enable_thinking\": false}}', got {given!r}"
             )
-        if not self.chat:
-            raise InputError("--chat-template-kwargs are arguments of a chat template; add --chat")
         return found
 
 
@@ -173,8 +176,8 @@ class DrawOptions:
     )
     seed: options.Seed = 0
 
-    def check(self) -> list[int]:
-        counts = options.parse_counts("n", self.n)
+    def __post_init__(self) -> None:
+        counts = self.counts
         if self.max_new_tokens is not None:
             options.check_count("max-new-tokens", self.max_new_tokens)
         options.check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=True)
@@ -182,7 +185,10 @@ class DrawOptions:
             raise InputError(
                 f"greedy samples of a task are all equal, got --n up to {counts[-1]}; pass --n 1 or sample"
             )
-        return counts
+
+    @property
+    def counts(self) -> list[int]:
+        return options.parse_counts("n", self.n)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +206,7 @@ class DecodingOptions:
         min=1,
     )
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         options.check_enable_options(mode=self.mode, sampler=self.sampler)
         if self.stock:
             options.refuse_with_stock(mode=self.mode, sampler=self.sampler)
@@ -270,9 +276,8 @@ class ReportOptions:
     top_m: int = option(3, help="Candidates that a ranking by mean log-probability may run.", min=1)
     deduplicate: str = option("text", help="What makes samples duplicates: text or ast.")
 
-    def check(self) -> Literal["text", "ast"]:
+    def __post_init__(self) -> None:
         options.check_choice("deduplicate", [self.deduplicate], ("text", "ast"))
-        return cast(Literal["text", "ast"], self.deduplicate)
 
 
 def run_folder(out: Path | None, task: str, model: str) -> Path:

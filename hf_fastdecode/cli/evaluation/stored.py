@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -189,7 +189,6 @@ def rescore(
     from ...evals.generation import rescore_samples
     from ..models import load_model
 
-    model.check()
     chosen, given = stored_samples(samples, tasks)
     prompts = prompt_options(samples, prompts)
     with quiet_libraries(warnings=True):
@@ -267,13 +266,12 @@ def run(
         torchrun --nproc-per-node 2 -m hf_fastdecode -- eval run --model MODEL \\
             --n 1,64
     """
-    reporting.check()
     chosen = load_suitable_tasks(options)
     backend = sandbox.make(chosen.tasks)
     rank, processes = launched(options.model.device)
     folder = run_folder(out, options.tasks.task, options.model.model)
     if rank == 0:
-        note(_scoring(chosen, options.draw.check()[-1], backend, folder))
+        note(_scoring(chosen, options.draw.counts[-1], backend, folder))
         verdicts = check_references(chosen.tasks, backend, sandbox)
         if failing := [verdict for verdict in verdicts if not verdict.passed]:
             note(
@@ -338,7 +336,8 @@ def write_and_show(
     from ...evals.report import report as build
     from ...evals.report_files import report_text, write_report
 
-    found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=options.check())
+    deduplicate = cast(Literal["text", "ast"], options.deduplicate)
+    found = build(folder, m=options.top_m if rank else None, ks=ns, seed=seed, deduplicate=deduplicate)
     files = write_report(found, out)
     show_tables(report_text(found))
     note("written: " + ", ".join(str(path) for path in files))

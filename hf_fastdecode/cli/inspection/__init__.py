@@ -80,5 +80,5 @@ def inspect(
         for report in reports:
             print(json.dumps(report.to_json(batches)))
         return
-    shared = [part for report in reports if report.sharing for part in (sharing_text(report.sharing), "\n")]
+    shared = [part for report in reports if report.sharing for part in (sharing_text(report, report.sharing), "\n")]
     show_tables(*shared, caches_text(reports, batches))

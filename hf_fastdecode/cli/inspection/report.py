@@ -58,10 +58,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Sharing:
-    model: str
-    model_type: str
     sizes: KVSizes
-    dtype: str
     bytes_per_token: int  # of keys and values, in all layers
     max_positions: int | None  # most tokens in a row
     new_tokens: int  # of each row
@@ -89,7 +86,6 @@ class Sharing:
 
 
 def count_sharing(
-    name: str,
     config: Any,
     model: PreTrainedModel | str,
     contexts: Sequence[int],
@@ -131,10 +127,7 @@ def count_sharing(
                 )
             )
     return Sharing(
-        model=name,
-        model_type=config.model_type,
         sizes=sizes,
-        dtype=dtype_name(dtype),
         bytes_per_token=sizes.bytes_per_token(dtype.itemsize),
         max_positions=limit,
         new_tokens=new_tokens,
@@ -267,7 +260,7 @@ def inspect_model(
     caches = []
     try:
         if not config.is_encoder_decoder and not slim:
-            sharing = count_sharing(name, config, model, contexts, samples, new_tokens=new_tokens, dtype=element)
+            sharing = count_sharing(config, model, contexts, samples, new_tokens=new_tokens, dtype=element)
         for context in contexts or [_longest(config)]:
             if config.is_encoder_decoder:
                 encoded = getattr(config, "max_source_positions", None) or context
@@ -379,16 +372,16 @@ def _table(report: ModelReport, caches: ContextCaches, batches: Sequence[int]) -
     return table
 
 
-def sharing_text(found: Sharing) -> RenderableType:
+def sharing_text(report: ModelReport, found: Sharing) -> RenderableType:
     latent = {store.kind is Kind.LATENT for store in found.sizes.stores}
     stored = "K and V" if latent == {False} else "latents" if latent == {True} else "K and V, or latents"
     window = f"{found.sizes.local_layers} of the layers attend to {found.sizes.window or 0:,} tokens only"
     facts = Table.grid(padding=(0, 2))
     for label, value in (
-        ("model", f"{found.model} ({found.model_type})"),
+        ("model", f"{report.model} ({report.model_type})"),
         *_attention_facts(found),
         *([("window", window)] if found.sizes.window is not None else []),
-        ("KV per token", f"{found.bytes_per_token:,} bytes ({found.dtype}, {stored}, all layers)"),
+        ("KV per token", f"{found.bytes_per_token:,} bytes ({report.dtype}, {stored}, all layers)"),
         ("longest row", f"{found.max_positions:,} tokens" if found.max_positions else "no bound in the config"),
         ("can share", {True: "yes", False: f"no: {found.reason}", None: f"unknown: {found.reason}"}[found.can_share]),
     ):

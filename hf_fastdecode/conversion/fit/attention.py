@@ -20,15 +20,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Projections of one attention layer, in `torch.nn.Linear`'s layout ``[out, in]``, any floating dtype.
+    """Projections of one multi-head attention layer, in `torch.nn.Linear`'s layout ``[out, in]``, any floating dtype.
 
     The properties `W_Q`, `W_K`, `W_V` and `W_O` have the papers' layout ``[in, out]``, ``K = X W_K``, in fp64; all
     mathematics of this folder is written with them.
 
     Attributes:
         query: ``[heads * head_dim, d]``.
-        key: ``[kv_heads * head_dim, key_d]``; ``key_d`` is the width of the encoder for cross-attention, else ``d``.
-        value: ``[kv_heads * value_dim, key_d]``.
+        key: ``[heads * head_dim, key_d]``; ``key_d`` is the width of the encoder for cross-attention, else ``d``.
+        value: ``[heads * value_dim, key_d]``.
         output: ``[d_out, heads * value_dim]``.
         query_bias, key_bias, value_bias, output_bias: ``[out]`` of each projection, or None.
         scale: Factor on the scores; ``head_dim ** -0.5`` when None.
@@ -41,7 +41,6 @@ class AttentionWeights:
     value: Tensor
     output: Tensor
     heads: int
-    kv_heads: int
     query_bias: Tensor | None = None
     key_bias: Tensor | None = None
     value_bias: Tensor | None = None
@@ -76,7 +75,7 @@ class AttentionWeights:
 
     @property
     def head_dim(self) -> int:
-        return self.key.shape[0] // self.kv_heads
+        return self.key.shape[0] // self.heads
 
     @property
     def score_scale(self) -> float:
@@ -97,16 +96,6 @@ def value_constant(from_keys: Tensor, key_offset: Tensor, key_bias: Tensor, valu
     first term is in the cache. M, ``[e, e_v]``, is the matrix from ``X W_K`` to values; c and ``b_K`` are ``[e]``.
     """
     return (key_offset.double() - key_bias.double()) @ from_keys.double() + value_bias.double()
-
-
-def require_multi_head(weights: AttentionWeights) -> None:
-    """Raise ValueError where keys do not determine the inputs, and so not the values (Slim attention, section 1)."""
-    if weights.kv_heads != weights.heads:
-        raise ValueError(
-            f"a cache of keys alone needs num_key_value_heads == num_attention_heads, got {weights.kv_heads} != "
-            f"{weights.heads}: keys have fewer coordinates than the inputs and do not determine the values; "
-            "keep keys and values, or cache the encoder's output for cross-attention"
-        )
 
 
 def require_linear_scores(weights: AttentionWeights, rotation: object | None) -> None:
@@ -226,8 +215,8 @@ def query_heads(weights: AttentionWeights, inputs: Tensor, rotation: Rotation | 
 
 
 def key_heads(weights: AttentionWeights, keys: Tensor, rotation: Rotation | None = None) -> Tensor:
-    """Keys ``[tokens, e]`` as scores use them, after QK-norm and RoPE: ``[kv_heads, tokens, head_dim]``."""
-    heads = split_heads(keys if weights.key_norm is None else weights.key_norm(keys), weights.kv_heads)
+    """Keys ``[tokens, e]`` as scores use them, after QK-norm and RoPE: ``[heads, tokens, head_dim]``."""
+    heads = split_heads(keys if weights.key_norm is None else weights.key_norm(keys), weights.heads)
     return heads if rotation is None else rotation.rotate(heads)
 
 
@@ -236,10 +225,10 @@ def attention_weights(
 ) -> Tensor:
     """The softmax of the scores: ``[heads, queries, keys]``; each row sums to 1.
 
-    Query head ``i`` uses key head ``i // (heads / kv_heads)``. With `causal`, each query sees keys up to its
-    position, and the last query the last key. `score_bias` is added to the scaled scores (ALiBi, T5's position bias).
+    With `causal`, each query sees keys up to its position, and the last query the last key. `score_bias` is added to
+    the scaled scores (ALiBi, T5's position bias).
     """
-    scores = query @ key.repeat_interleave(len(query) // len(key), 0).mT * scale
+    scores = query @ key.mT * scale
     if score_bias is not None:
         scores = scores + score_bias
     if causal:
@@ -249,7 +238,6 @@ def attention_weights(
     return torch.softmax(scores, -1)
 
 
-def weighted_values(probabilities: Tensor, values: Tensor, kv_heads: int) -> Tensor:
-    """Average values ``[keys, kv_heads * value_dim]`` by probabilities ``[heads, queries, keys]``, for each query."""
-    per_head = split_heads(values, kv_heads).repeat_interleave(len(probabilities) // kv_heads, 0)
-    return join_heads(probabilities @ per_head)
+def weighted_values(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Average values ``[keys, heads * value_dim]`` by probabilities ``[heads, queries, keys]``, for each query."""
+    return join_heads(probabilities @ split_heads(values, len(probabilities)))

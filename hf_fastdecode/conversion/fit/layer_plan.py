@@ -8,8 +8,8 @@ caches compare; kernels accumulate in fp32, which adds the same small error to a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Final, Literal
 
@@ -23,7 +23,6 @@ from .attention import (
     key_heads,
     query_heads,
     require_linear_scores,
-    require_multi_head,
     weighted_values,
 )
 from .cached_numbers import EIGHT_BITS, position_bytes, stored_bytes
@@ -70,7 +69,7 @@ class CacheErrors:
 
     def ordinary(self, dtype: torch.dtype) -> CacheError:
         """Keys, after RoPE, and values in `dtype`: transformers' cache."""
-        value_dim = self.values.shape[1] // self.weights.kv_heads
+        value_dim = self.values.shape[1] // self.weights.heads
         keys = rounded(key_heads(self.weights, self.keys, self.rotation), dtype, self.weights.head_dim)
         size = self._bytes(self.keys.shape[1], dtype) + stored_bytes(self.values.shape[1], dtype, value_dim)
         return self._measured("kv", 0, size, keys, rounded(self.values, dtype, value_dim), dtype)
@@ -95,21 +94,6 @@ class CacheErrors:
         scored = key_heads(self.weights, cached + stored.key_offset, self.rotation)
         return self._measured("k+r" if rank else "k", rank, size, scored, stored.values(cached, coordinates), dtype)
 
-    def of_ranks(
-        self,
-        statistics: KeyStatistics,
-        ranks: Sequence[int],
-        dtype: torch.dtype,
-        matrix_dtype: torch.dtype,
-        refused: dict[PlanName, str],
-    ) -> Iterator[CacheError]:
-        """The `value_coordinates` of these ranks; why others cannot be is put into `refused`, by plan."""
-        for rank in ranks:
-            try:
-                yield self.value_coordinates(statistics, rank, dtype, matrix_dtype=matrix_dtype)
-            except ValueError as reason:
-                refused["k+r" if rank else "k"] = str(reason)
-
     def of_inputs(self, dtype: torch.dtype) -> CacheError:
         """The layer's inputs in `dtype`; for cross-attention the encoder's output.
 
@@ -133,7 +117,7 @@ class CacheErrors:
     def _output(self, keys: Tensor, values: Tensor) -> Tensor:
         causal, bias = self.text.encoded is None, self.text.score_bias
         probabilities = attention_weights(self.query, keys, self.weights.score_scale, causal=causal, score_bias=bias)
-        return weighted_values(probabilities, values, self.weights.kv_heads) @ self.weights.W_O
+        return weighted_values(probabilities, values) @ self.weights.W_O
 
     def _measured(
         self, plan: PlanName, rank: int, size: int, keys: Tensor, values: Tensor, dtype: torch.dtype
@@ -164,10 +148,9 @@ def share_name(share: Fraction) -> str:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Chosen cache of one layer, and the candidates it was chosen from.
+    """The caches that one layer may have.
 
     Attributes:
-        chosen: The smallest cache that `accepts` takes.
         ordinary: Keys and values in the model's dtype.
         candidates: All caches that were measured, smallest first.
         refused: Why caches could not be measured, by plan.
@@ -180,7 +163,6 @@ class LayerPlan:
             keys with few V-coordinates in fp16 need as many bytes and have a much smaller error.
     """
 
-    chosen: CacheError
     ordinary: CacheError
     candidates: tuple[CacheError, ...]
     refused: dict[PlanName, str]
@@ -200,8 +182,13 @@ class LayerPlan:
         """Whether a cache's output error is at most `tolerance` times that of its `baseline`."""
         return candidate.output_error <= self.tolerance * self.baseline(candidate).output_error
 
+    @property
+    def chosen(self) -> CacheError:
+        """The smallest cache that `accepts` takes."""
+        return next(filter(self.accepts, self.candidates))
+
     def to_dict(self) -> dict[str, Any]:
-        plain = asdict(self)
+        plain = {"chosen": asdict(self.chosen), **asdict(self)}
         return plain | {"candidates": list(plain["candidates"]), "singular_values": list(self.singular_values)}
 
 
@@ -260,20 +247,22 @@ def fit_layer(
     except ValueError as reason:
         refused["x" if text.encoded is None else "e"] = str(reason)
     solved: KeyToValue | None = None
-    for dtype in (cache_dtype,) if eight_bits is None else (cache_dtype, eight_bits):
+    for dtype in filter(None, (cache_dtype, eight_bits)):
         try:
-            require_multi_head(weights)
             fit = key_statistics(weights, fitted.key_inputs, dtype, fitted.stored_rotation)
             statistics[dtype_name(dtype)] = fit
         except ValueError as reason:
             refused["k"] = refused["k+r"] = str(reason)
             continue
         solved = fit.key_to_value
-        tried = sorted({int(len(fit.directions) * share) for share in rank_shares} | {0, *ranks})
-        candidates += errors.of_ranks(fit, tried, dtype, matrix_dtype(model_dtype), refused)
+        for rank in sorted({int(len(fit.directions) * share) for share in rank_shares} | {0, *ranks}):
+            try:
+                found = errors.value_coordinates(fit, rank, dtype, matrix_dtype=matrix_dtype(model_dtype))
+                candidates.append(found)
+            except ValueError as reason:
+                refused["k+r" if rank else "k"] = str(reason)
     candidates.sort(key=lambda candidate: (candidate.bytes_per_token, candidate.output_error))
     plan = LayerPlan(
-        chosen=ordinary,
         ordinary=ordinary,
         candidates=tuple(candidates),
         refused=refused,
@@ -285,7 +274,7 @@ def fit_layer(
         singular_values=tuple(solved.singular_values.tolist()) if solved else (),
         ordinary_int8=None if eight_bits is None else errors.ordinary(torch.int8),
     )
-    return replace(plan, chosen=next(filter(plan.accepts, candidates))), statistics
+    return plan, statistics
 
 
 def _check_text(text: AttentionInputs, model_dtype: torch.dtype) -> None:

@@ -31,10 +31,6 @@ from .attention import AttentionWeights, Rotation, bias_or_zero, join_heads, spl
 from .cached_numbers import EIGHT_BITS, load, store
 
 
-class SingularKeysError(ValueError):
-    """Keys do not determine the inputs to working precision, so no matrix gives the values back."""
-
-
 @dataclass(frozen=True)
 class KeyToValue:
     """The matrix from keys to values, ``W_KV`` ``[e, e_v]``, and the singular values of ``W_K``, ``[d]`` descending.
@@ -63,20 +59,20 @@ def solve_key_to_value(W_K: Tensor, W_V: Tensor, noise: Tensor | None = None) ->
     `noise`, the mean square error of each coordinate of the keys, ``[e]``, chooses the one that adds the least error
     when keys carry it; without, the one of least norm. Matrices are ``[d, e]`` and ``[d, e_v]``, the papers' layout.
 
-    Raises SingularKeysError where e < d, or ``W_K`` does not have full rank in fp64.
+    Raises ValueError where e < d, or ``W_K`` does not have full rank in fp64.
     """
     W_K, W_V = W_K.double(), W_V.double()
     inputs, coordinates = W_K.shape
     remedy = "cache this layer's inputs, where no RoPE stands between, or its keys and values"
     if coordinates < inputs:
-        raise SingularKeysError(
+        raise ValueError(
             f"W_K maps {inputs} inputs to {coordinates} coordinates; values follow from keys only for at least "
             f"{inputs}; {remedy}"
         )
     singular_values = torch.linalg.svdvals(W_K)
     bound = coordinates * torch.finfo(torch.float64).eps * singular_values[0]
     if not singular_values[-1] > bound:
-        raise SingularKeysError(
+        raise ValueError(
             f"the smallest singular value of W_K is {singular_values[-1]:.3g}, and must be above {bound:.3g} to be "
             f"distinguished from 0; {remedy}"
         )
@@ -104,10 +100,6 @@ class ValueCoordinates:
     from_inputs: Tensor
     directions: Tensor
     constant: Tensor
-
-    @property
-    def rank(self) -> int:
-        return len(self.directions)
 
     def cached_keys(self, weights: AttentionWeights, inputs: Tensor) -> Tensor:
         """Cached keys of inputs ``[tokens, key_d]``: ``[tokens, e]``, fp64, before any rounding."""
@@ -296,7 +288,7 @@ def key_statistics(
 ) -> KeyStatistics:
     """Measure a multi-head layer's keys on a calibration text: inputs of its projections, ``[tokens, key_d]``.
 
-    With `stored_rotation`, the RoPE of these tokens, keys are cached after it. Raises SingularKeysError where keys do
+    With `stored_rotation`, the RoPE of these tokens, keys are cached after it. Raises ValueError where keys do
     not determine the inputs, ValueError where they come too near the end of the range of `cache_dtype`.
     """
     X, W_K = inputs.double(), weights.W_K

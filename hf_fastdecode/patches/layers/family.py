@@ -200,7 +200,7 @@ class Family:
             found[f"{name}_norm"] = self._norm(config, self.norm_weight(plain, name[0]))
         # `num_attention_heads` may be those of the encoder.
         heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
-        return AttentionWeights(**found, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads)
+        return AttentionWeights(**found, heads=heads)
 
     def _norm(self, config: Any, weight: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         norm = self.norm

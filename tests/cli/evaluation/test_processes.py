@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from ...fresh_processes import run_fresh
 from ...workers import made_once
 from ..command_line import needs_weights, ran
 from .forked_runs import OPTIONS, PROMPTS, write_prompts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """As the processes of their own have: by more threads, sums may be rounded otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def generate(out: Path, *options: str) -> None:

@@ -42,7 +42,7 @@ def attention_output(
         causal=causal,
         score_bias=score_bias,
     )
-    averaged = weighted_values(probabilities, weights.values(source), weights.kv_heads)
+    averaged = weighted_values(probabilities, weights.values(source))
     return averaged @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
 
 
@@ -58,7 +58,7 @@ def absorbed_queries(weights: AttentionWeights, inputs: Tensor) -> Tensor:
         ValueError: QK-norm stands between the projections and the scores.
     """
     require_linear_scores(weights, None)
-    return query_heads(weights, inputs) @ _per_query_head(weights, weights.W_K).mT
+    return query_heads(weights, inputs) @ split_heads(weights.W_K, weights.heads).mT
 
 
 def inputs_cache_output(
@@ -76,28 +76,20 @@ def inputs_cache_output(
     probabilities = attention_weights(
         absorbed, cached.double()[None], weights.score_scale, causal=causal, score_bias=score_bias
     )
-    averaged = (probabilities @ cached.double()) @ _per_query_head(weights, weights.W_V)
+    averaged = (probabilities @ cached.double()) @ split_heads(weights.W_V, weights.heads)
     value_bias = bias_or_zero(weights.value_bias, weights.W_V)
     return join_heads(averaged) @ weights.W_O + fold_into_output_bias(weights, value_bias)
-
-
-def _per_query_head(weights: AttentionWeights, matrix: Tensor) -> Tensor:
-    """``[key_d, kv_heads * dim]`` to ``[heads, key_d, dim]``."""
-    return split_heads(matrix, weights.kv_heads).repeat_interleave(weights.heads // weights.kv_heads, 0)
 
 
 def fold_into_output_bias(weights: AttentionWeights, constant: Tensor) -> Tensor:
     """The output projection's bias with a constant of the values folded in: ``b_O + constant W_O``.
 
-    The constant is ``[kv_heads * value_dim]``, e.g. the bias of the values, or `value_constant`. Heads of a group
-    share their values, and so their part of it.
+    The constant is ``[heads * value_dim]``, e.g. the bias of the values, or `value_constant`.
 
     Returns:
         ``[d_out]``, fp64.
     """
-    group = weights.heads // weights.kv_heads
-    per_head = constant.double().unflatten(0, (weights.kv_heads, -1)).repeat_interleave(group, 0)
-    return per_head.flatten() @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
+    return constant.double() @ weights.W_O + bias_or_zero(weights.output_bias, weights.W_O)
 
 
 def averaged_values(
@@ -144,7 +136,6 @@ def layer(
     *,
     d: int = 48,
     heads: int = 4,
-    kv_heads: int | None = None,
     head_dim: int = 12,
     biases: bool = False,
     condition: float = 100.0,
@@ -152,20 +143,19 @@ def layer(
 ) -> AttentionWeights:
     """A layer in fp64 whose key projection has the given condition number."""
     generator = torch.Generator().manual_seed(seed)
-    kv_heads = heads if kv_heads is None else kv_heads
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q, kv = heads * head_dim, kv_heads * head_dim
-    bias = {f"{name}_bias": normal(size) for name, size in (("query", q), ("key", kv), ("value", kv), ("output", d))}
+    width = heads * head_dim
+    sizes = {"query": width, "key": width, "value": width, "output": d}
+    bias = {f"{name}_bias": normal(size) for name, size in sizes.items()}
     return AttentionWeights(
-        normal(q, d),
-        spectrum(kv, d, condition, generator) * d**0.5,
-        normal(kv, d) / d**0.5,
-        normal(d, q) / q**0.5,
+        normal(width, d),
+        spectrum(width, d, condition, generator) * d**0.5,
+        normal(width, d) / d**0.5,
+        normal(d, width) / width**0.5,
         heads,
-        kv_heads,
         **(bias if biases else {}),
     )
 

@@ -88,9 +88,8 @@ def test_a_part_of_the_tokens() -> None:
     assert torch.equal(rotation.tokens(slice(30, None)).rotate(x[:, 30:]), rotation.rotate(x)[:, 30:])
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-def test_value_bias_moves_to_the_output(kv_heads: int) -> None:
-    weights, X = layer(kv_heads=kv_heads, biases=True), text(63)
+def test_value_bias_moves_to_the_output() -> None:
+    weights, X = layer(biases=True), text(63)
     folded = fold_into_output_bias(weights, weights.value_bias)
     moved = replace(weights, value_bias=None, output_bias=folded)
     rotation = rope(63)
@@ -136,9 +135,8 @@ def test_keys_are_cached_from_before_qk_norm() -> None:
 
 @pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("head_dim", [8, 12, 48], ids=["e0.7d", "square", "e4d"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-def test_inputs_serve_as_keys_and_values(kv_heads: int, head_dim: int, biases: bool) -> None:
-    weights, X = layer(kv_heads=kv_heads, head_dim=head_dim, biases=biases), text(63)
+def test_inputs_serve_as_keys_and_values(head_dim: int, biases: bool) -> None:
+    weights, X = layer(head_dim=head_dim, biases=biases), text(63)
     assert relative(inputs_cache_output(weights, X, X), attention_output(weights, X)) < IDENTICAL
     last = inputs_cache_output(weights, X[-1:], X)  # a decode step: one query, at the last position
     assert relative(last, attention_output(weights, X)[-1:]) < IDENTICAL
@@ -162,10 +160,9 @@ def test_rope_and_qk_norm_are_refused() -> None:
         inputs_cache_output(normed, text(3), text(3))
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "mqa"])
-def test_encoder_output_serves_every_cross_attention_layer(kv_heads: int) -> None:
+def test_encoder_output_serves_every_cross_attention_layer() -> None:
     encoded = text(63, seed=5)
     for seed in range(3):
-        weights, X = layer(kv_heads=kv_heads, biases=True, seed=seed), text(7, seed=seed)
+        weights, X = layer(biases=True, seed=seed), text(7, seed=seed)
         expected = attention_output(weights, X, encoded, causal=False)
         assert relative(inputs_cache_output(weights, X, encoded, causal=False), expected) < IDENTICAL

@@ -13,10 +13,8 @@ from hf_fastdecode.conversion.fit.attention import (
     attention_weights,
     key_heads,
     query_heads,
-    require_multi_head,
 )
 from hf_fastdecode.conversion.fit.value_coordinates import (
-    SingularKeysError,
     StoredValueCoordinates,
     key_statistics,
     noisiest_directions,
@@ -85,16 +83,10 @@ def test_singular_keys_are_refused() -> None:
     dead = good.clone()
     dead[:, 5] = dead[:, 4]
     for W_K in (dead, torch.zeros(48, 48), spectrum(48, 48, 1e15, generator)):
-        with pytest.raises(SingularKeysError, match=r"smallest singular value of W_K is .* must be above .* cache"):
+        with pytest.raises(ValueError, match=r"smallest singular value of W_K is .* must be above .* cache"):
             solve_key_to_value(W_K, W_V)
-    with pytest.raises(SingularKeysError, match="48 inputs to 40 coordinates"):
+    with pytest.raises(ValueError, match="48 inputs to 40 coordinates"):
         solve_key_to_value(good[:, :40], W_V)
-
-
-def test_grouped_queries_are_refused_with_both_numbers() -> None:
-    require_multi_head(layer())
-    with pytest.raises(ValueError, match="num_key_value_heads == num_attention_heads, got 2 != 4"):
-        require_multi_head(layer(kv_heads=2))
 
 
 RANKS = (0, 1, 6, 47, 48)

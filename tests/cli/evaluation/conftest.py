@@ -1,0 +1,3 @@
+"""Processes that tests start have one thread each: by more, sums may be rounded otherwise."""
+
+from ...settings import one_thread  # noqa: F401
