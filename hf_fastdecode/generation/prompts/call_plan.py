@@ -196,7 +196,7 @@ def _require_prefixes(compared: ComparedPrompts, recompute: int) -> None:
         if reused == 0 and len(group.tokens) > recompute:
             raise ValueError(
                 f"prompt {index} does not begin with tokens of the cache; pass the whole text, including the cached "
-                "part"
+                "part, or leave the cache out"
             )
 
 
