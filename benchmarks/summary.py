@@ -93,6 +93,7 @@ _VIEWS: dict[str | None, Callable[[list[Measurement]], str]] = {
 _CHOSEN: dict[str | None, Callable[[list[Measurement]], list[Measurement]]] = {
     "readme": readme_rows,
     "families": programs_table.beside_vllm,
+    "experts": generate.with_experts,
 }
 """The rows that a view shows, where not all."""
 

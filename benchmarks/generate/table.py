@@ -165,7 +165,8 @@ def stock_beside_shared(rows: Sequence[Measurement]) -> str:
         lines.append([*cells, cell(ways.get("vllm"), _vllm_call)] if vllm else cells)
     names = ["model", "context", "n", "time to first token", "a step", "whole call", "speed-up", "KV cache"]
     names += ["vLLM: first token; a step; whole call"] if vllm else []
-    note = f"{where_measured(rows)}, {rows[0]['new_tokens']} new tokens; stock → `enable(model)`; {timed(rows)}."
+    new = " or ".join(sorted({row["new_tokens"] for row in rows}, key=int))
+    note = f"{where_measured(rows)}, {new} new tokens; stock → `enable(model)`; {timed(rows)}."
     return markdown(names, lines, note)
 
 
@@ -213,10 +214,15 @@ def steps_apart_table(rows: Sequence[Measurement]) -> str:
     return markdown(["model", "context", "n", "mode", "a step", "without attention", "attention", "of a layer"], lines)
 
 
+def with_experts(rows: Sequence[Measurement]) -> list[Measurement]:
+    """The rows whose experts were counted."""
+    return [row for row in rows if row.get("experts")]
+
+
 def experts_table(rows: Sequence[Measurement]) -> str:
-    """Experts of a layer that the rows of a step choose, and a step beside reading these and other weights once."""
+    """A line for each of `with_experts`: experts of a layer that a step's rows choose, a step, and reading weights."""
     lines = []
-    for row in (row for row in rows if row.get("experts")):
+    for row in rows:
         counted = f"{float(row['experts']):.1f} of {row['of_experts']}"
         step, floor = (float(row[name] or 0) for name in ("ms_per_step", "weights_floor_ms"))
         cells = [row["shape"], *_point(row), row["way"], counted, f"{step:.2f} ms"]

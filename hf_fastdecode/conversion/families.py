@@ -142,10 +142,7 @@ def multimodal_family(config: Any, language: Family) -> Family:
 
 def require_rope(family: Family, config: Any, rope: str) -> None:
     """Refuse, before layers are measured, a `slim_rope` that the slim model's config would refuse."""
-    try:
-        family.slim_config(**_ordinary_fields(config), slim_rope=rope)
-    except ValueError as error:
-        raise ValueError(str(error)) from error
+    family.slim_config(**_ordinary_fields(config), slim_rope=rope)
 
 
 def slim_config(family: Family, config: Any, entries: list[dict[str, Any]], dtype: torch.dtype, rope: str) -> Any:

@@ -225,8 +225,8 @@ class LayerConverter:
     def convert(self, index: int) -> ConvertedLayer:
         """Measure, choose and round.
 
-        Raises ValueError where the attention cannot have the plan that was asked for, or some layers' cross-attention
-        alone is asked to read the encoder's output; ValueError where the text is too short or not finite.
+        Raises ValueError where the attention cannot have the plan that was asked for, some layers' cross-attention
+        alone is asked to read the encoder's output, or the text is too short or not finite.
         """
         layer_tensors, text = self.source(index)
         plain = self.family.plain(self.config, layer_tensors)

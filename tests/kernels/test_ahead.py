@@ -18,8 +18,7 @@ OutOfResources = pytest.importorskip("triton.runtime.errors").OutOfResources
 
 ON_A_PRETENDED_GPU = """
 from contextlib import nullcontext
-from threading import Event, Thread, enumerate
-from types import SimpleNamespace
+from threading import Event
 from unittest.mock import patch
 
 import torch

@@ -206,7 +206,7 @@ def fit_layer(
     rank_shares: Sequence[Fraction] = RANK_SHARES,
     ranks: Sequence[int] = (),
 ) -> tuple[LayerPlan, dict[str, KeyStatistics]]:
-    """Measure the caches that a layer may have, and choose the smallest that is accurate enough.
+    """Measure the caches that a layer may have; `LayerPlan.chosen` is the smallest that is accurate enough.
 
     Offsets, noise and the rounding of matrices are taken from the first half of the text's keys, errors from the
     second, so that a plan is not judged on the text that it was fitted to.

@@ -288,8 +288,8 @@ def key_statistics(
 ) -> KeyStatistics:
     """Measure a multi-head layer's keys on a calibration text: inputs of its projections, ``[tokens, key_d]``.
 
-    With `stored_rotation`, the RoPE of these tokens, keys are cached after it. Raises ValueError where keys do
-    not determine the inputs, ValueError where they come too near the end of the range of `cache_dtype`.
+    With `stored_rotation`, the RoPE of these tokens, keys are cached after it. Raises ValueError where keys do not
+    determine the inputs, or come too near the end of the range of `cache_dtype`.
     """
     X, W_K = inputs.double(), weights.W_K
     keys = weights.keys(X)

@@ -90,7 +90,7 @@ class CapturedGraph:
         if device.type != "cuda":
             self._run, self._context = run, context
             return
-        with CAPTURING, context(), torch.cuda.device(device):
+        with _CAPTURING, context(), torch.cuda.device(device):
             stream = stream_for(device, "captures")
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream), ranks.pass_before_capture():
@@ -142,7 +142,7 @@ def captured_graph(
     return CapturedGraph(run, context, model.device, pool, structure.ranks)
 
 
-CAPTURING = threading.RLock()
+_CAPTURING = threading.RLock()
 """Held during a capture: all models share a device's capture streams."""
 
 
