@@ -142,7 +142,7 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         if self.template_arguments is not None and not self.chat:
-            raise InputError("--chat-template-kwargs are arguments of a chat template; add --chat")
+            raise InputError("--chat-template-kwargs are arguments of a chat template; add --chat or leave it out")
 
     @property
     def template_arguments(self) -> dict[str, Any] | None:

@@ -102,7 +102,8 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
         call.require_same_draws("transformers")
         call.enter_stock_loop()
     elif loop is not None:
-        return _prepare_first_pass(call, prepare, loop, longest=max_cache_length + 1)
+        in_chunks = mode is not GenerationMode.ASSISTED_GENERATION  # which verifies drafts in its first pass
+        return _prepare_first_pass(call, prepare, loop, longest=max_cache_length + 1, in_chunks=in_chunks)
     elif of_model is not None:
         of_model.context = call
     return prepare()
@@ -133,12 +134,14 @@ def _call_context(
     return call
 
 
-def _prepare_first_pass(call: CallContext, prepare: Callable[[], Any], loop: str, *, longest: int) -> Any:
+def _prepare_first_pass(
+    call: CallContext, prepare: Callable[[], Any], loop: str, *, longest: int, in_chunks: bool
+) -> Any:
     """Prepare a cache that prefills on the first pass of a `loop` other than this package's."""
     call.arguments.pop(CACHE, None)
     prepared = prepare()  # creates the fallback cache
     cache = SharedContextCache(backend=call.options.backend)
-    stock, chunk = call.arguments.get(CACHE), call.config.prefill_chunk_size
+    stock, chunk = call.arguments.get(CACHE), call.config.prefill_chunk_size if in_chunks else None
     cache.first_pass = FirstPassPrompts(call, stock=stock, longest=longest, loop=loop, chunk=chunk)
     call.config.prefill_chunk_size = None  # one pass over whole prompts, which is chunked here
     call.report.reason = f"the decoding loop of {loop} has not called the model"

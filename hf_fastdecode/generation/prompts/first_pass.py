@@ -51,7 +51,8 @@ class FirstPassPrompts:
     stock: Cache | None  # the cache that transformers would have used; None where the model makes its own
     longest: int  # maximum row length, padding included
     loop: str  # feature that needs another decoding loop, for reports
-    # The call's prefill_chunk_size, which its config no longer has: the first pass is of whole prompts.
+    # The prefill_chunk_size of a loop that reads it, which the call's config no longer has: the first pass is of whole
+    # prompts.
     chunk: int | None
 
     def run(self, cache: SharedContextCache, arguments: dict[str, Any], forward: Callable[..., Any]) -> Any:

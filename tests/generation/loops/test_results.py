@@ -319,3 +319,11 @@ def test_prompts_in_chunks(model):
     _, _, _, by_us, report = both(model, PROMPTS, {**BEAMS, "prefill_chunk_size": 32})
     assert report.path == "shared"
     assert max(by_us) == 32
+
+
+def test_a_first_draft_is_verified_in_one_pass(model):
+    call = {"prefill_chunk_size": 8, "prompt_lookup_num_tokens": 2, "max_new_tokens": 5}
+    repeating = PROMPT["input_ids"][:, :20].repeat(1, 3)
+    *_, by_us, report = both(model, {"input_ids": repeating, "attention_mask": torch.ones_like(repeating)}, call)
+    assert report.path == "stock"
+    assert by_us[0] == 62
