@@ -58,9 +58,7 @@ def generate(
     dtype: options.ShapeDtype = "bfloat16",
     device: Device = "auto",
     repeats: Repeats = 3,
-    warm_up: Annotated[
-        int | None, typer.Option(help="Tokens of calls before the timed ones, where all would take long.", min=2)
-    ] = None,
+    warm_up: options.WarmUp = None,
     check: options.Check = True,
     show: options.ListCases = False,
     out: CsvFile = Path("runs/generate.csv"),

@@ -38,6 +38,9 @@ Trees = Annotated[
     ),
 ]
 NewTokens = Annotated[int, typer.Option(help="Tokens drawn for each sample.", min=2)]
+WarmUp = Annotated[
+    int | None, typer.Option(help="Tokens of calls before the timed ones, where all would take long.", min=2)
+]
 ShapeDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16; also fp32, bf16 or fp16.")]
 Only = Annotated[
     list[str] | None,

@@ -54,6 +54,7 @@ def main(
     tree: options.Trees = None,
     new_tokens: options.NewTokens = 65,
     repeats: Repeats = 3,
+    warm_up: options.WarmUp = None,
     kv_gib: Annotated[float, typer.Option(help="GiB of the cache, all that is reserved.", min=0.1)] = 20.0,
     wait: Annotated[
         Path | None, typer.Option(help="Measure when this file exists: engines load side by side, measure in turn.")
@@ -78,7 +79,7 @@ def main(
             time.sleep(0.2)
         if count_experts:
             return add_experts(out, cases, engine, experts)
-        measure = partial(measured, engine, repeats)
+        measure = partial(measured, engine, repeats, warm_up)
         run(cases, ["vllm"], lambda case, _: measure(case), provenance=provenance(engine.device), out=out)
 
 
@@ -147,7 +148,7 @@ def draw_weights(model: nn.Module, std: float) -> None:
             parameter.data.normal_(0, std)
 
 
-def measured(engine: Engine, repeats: int, case: GenerateCase) -> dict[str, Any]:
+def measured(engine: Engine, repeats: int, warm_up: int | None, case: GenerateCase) -> dict[str, Any]:
     """The columns of a case as `benchmarks.generate.measure.GenerateBench` has them."""
 
     def seconds(new_tokens: int, repeats: int = repeats) -> list[float]:
@@ -156,7 +157,7 @@ def measured(engine: Engine, repeats: int, case: GenerateCase) -> dict[str, Any]
         return timed.wall_samples(call, engine.device, repeats=repeats, budget_s=20)
 
     def measure() -> dict[str, Any]:
-        (first,), _ = seconds(case.new_tokens, 1), seconds(1, 1)
+        (first,), _ = seconds(min(case.new_tokens, warm_up or case.new_tokens), 1), seconds(1, 1)
         return columns(case, first, seconds(1), seconds(case.new_tokens)) | {"ran": engine.ran()}
 
     return timed.guarded((), measure)
