@@ -28,7 +28,7 @@ _PATTERNS = {
 }
 """Names of kernels, this package's, PyTorch's and its libraries', by kind; the first that matches counts."""
 
-_MOST_NAMED = 4  # kernels
+_MOST_NAMED = 8  # kernels
 
 
 class Kernel(NamedTuple):
@@ -41,22 +41,24 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Profile:
-    """Sums of a call: microseconds of each kind and of each kernel, launches, and how long any of them ran."""
+    """Sums of a call: microseconds of each kind and of each kernel, and launches.
+
+    A kernel's time begins where those that were launched before it have ended: many are launched early, and wait.
+    """
 
     kinds: dict[str, float]
     kernels: dict[str, float]
     launches: int
-    busy_us: float
 
     @classmethod
     def of(cls, kernels: Iterable[Kernel]) -> Profile:
-        found = cls(defaultdict(float), defaultdict(float), 0, 0.0)
+        found = cls(defaultdict(float), defaultdict(float), 0)
         end = float("-inf")
         for one in sorted(kernels, key=lambda kernel: kernel.begin):
-            found.kinds[kind_of(one.name)] += one.end - one.begin
-            found.kernels[one.name] += one.end - one.begin
+            alone = max(0.0, one.end - max(one.begin, end))
+            found.kinds[kind_of(one.name)] += alone
+            found.kernels[one.name] += alone
             found.launches += 1
-            found.busy_us += max(0.0, one.end - max(one.begin, end))  # kernels may overlap
             end = max(end, one.end)
         return found
 
@@ -70,14 +72,13 @@ class Profile:
             part(self.kinds, first.kinds),
             part(self.kernels, first.kernels),
             round((self.launches - first.launches) / steps),
-            (self.busy_us - first.busy_us) / steps,
         )
 
     def columns(self) -> dict[str, Any]:
         ordered = sorted(self.kernels.items(), key=lambda entry: -entry[1])[:_MOST_NAMED]
         largest = [f"{_short(name)} {us:.0f} us" for name, us in ordered]
         kinds = {f"{kind}_ms": self.kinds.get(kind, 0.0) / 1e3 for kind in KINDS}
-        return {"busy_ms": self.busy_us / 1e3, **kinds, "launches": self.launches, "largest": "; ".join(largest)}
+        return {"busy_ms": sum(kinds.values()), **kinds, "launches": self.launches, "largest": "; ".join(largest)}
 
 
 @cache
@@ -102,9 +103,9 @@ class ProfileBench(Bench):
         """The columns of a way's measurement.
 
         ``ms``: of the first token or of a step, by the clock, without the profiler; a median. ``busy_ms``: in which
-        the GPU ran a kernel or a copy, with the profiler. ``<kind>_ms``, for each of `KINDS`: sums of the kernels of
-        that kind; as kernels may overlap, their sum may be more than ``busy_ms``. ``launches``: kernels and copies.
-        ``largest``: kernels that take the most time. ``ran``: what our report says ran.
+        the GPU ran a kernel or a copy, with the profiler: the sum of ``<kind>_ms``, for each of `KINDS`.
+        ``launches``: kernels and copies. ``largest``: kernels that take the most time. ``ran``: what our report says
+        ran.
         """
 
         def profiled() -> dict[str, Any]:

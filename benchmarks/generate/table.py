@@ -139,8 +139,8 @@ def profile_table(rows: Sequence[Measurement]) -> str:
         lines.append(cells + [""] * (len(_PROFILE) - len(cells)))
     kinds = "; ".join(f"{name}: {what}" for name, what in KINDS.items())
     note = (
-        f"{where_measured(rows)}; milliseconds: by the clock, while the GPU runs anything, and sums of kernels, which "
-        f"may overlap ({kinds}); launches are of kernels and copies"
+        f"{where_measured(rows)}; milliseconds: by the clock, while the GPU runs anything, and sums of kernels, each "
+        f"from where those before it end ({kinds}); launches are of kernels and copies"
     )
     return markdown(_PROFILE, lines, f"{note}.")
 
