@@ -1,6 +1,7 @@
 """``python -m tests.clients.generate_peers``: rows of vLLM beside those of `python -m benchmarks generate`.
 
-Weights are random, drawn as transformers initializes them: with vLLM's dummy weights all rows choose the same experts.
+Weights are random, drawn as transformers initializes them: vLLM's dummy weights make all rows choose the same experts,
+or each row its own, and so read a part of the experts that ours do, or more.
 Prompts are new in each call, since vLLM keeps the keys and values of earlier ones. Without network, set
 ``HF_HUB_OFFLINE=1``.
 """
@@ -38,7 +39,6 @@ from .vllm_models import VLLM_SHAPES, VllmModel
 
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # this process draws the weights and takes the time
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `apply_model` asks for it
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # needs a CUDA compiler
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -95,6 +95,9 @@ class Engine:
             imported("vllm.model_executor.models.qwen3_next").Qwen3NextForCausalLM.set_moe_parameters = lambda _: None
         sizes = sorted({1, 16, 32, 64, 128, *(case.samples for case in cases)})
         model.write(folder)
+        draw = partial(draw_weights, std=model.config.get_text_config().initializer_range)
+        loader = imported("vllm.model_executor.model_loader.dummy_loader").DummyModelLoader
+        loader.load_weights = lambda _, model, __: draw(model)  # before products of weights are made, and captured
         self.llm = self.vllm.LLM(
             **{"model": str(folder), "load_format": "dummy", "dtype": "bfloat16", "seed": 0},
             **{"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": int(kv_gib * 2**30)},
@@ -107,7 +110,6 @@ class Engine:
             gdn_prefill_backend="triton",
             kernel_config={"enable_flashinfer_autotune": False},
         )
-        self.llm.apply_model(partial(draw_weights, std=model.config.get_text_config().initializer_range))
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def inputs(self, case: GenerateCase) -> Sequence[Any]:
@@ -141,11 +143,14 @@ class Engine:
 
 
 def draw_weights(model: nn.Module, std: float) -> None:
-    """Draw all weights but those of norms, and biases."""
+    """Draw weights; norms keep what they are made with, and biases are 0."""
     torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0, std)
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, std)
+            elif "Norm" not in type(module).__name__:
+                parameter.data.zero_()
 
 
 def measured(engine: Engine, repeats: int, warm_up: int | None, case: GenerateCase) -> dict[str, Any]:

@@ -194,7 +194,9 @@ def _trainer(
     if weights.startswith("LoRA"):
         from peft import LoraConfig
 
-        adapter = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        # A mixture's experts are parameters of one module, without projections of their own.
+        targets = ["q_proj", "o_proj" if "experts" in str(model) else "up_proj"]
+        adapter = LoraConfig(target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
     if hasattr(getattr(model, "config", None), "output_router_logits"):  # with its loss updates run stock
         options |= {"router_aux_loss_coef": 0.0}
     if how := _QUANTIZED.get(weights):
