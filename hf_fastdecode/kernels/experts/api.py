@@ -27,7 +27,7 @@ from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_conf
 _POSITIONS = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
 _PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, with scores in half precision and in fp32
-_ROUTED = 32  # rows of a program of `route`
+_ROUTED = 16  # rows of a program of `route`
 
 
 def experts(
