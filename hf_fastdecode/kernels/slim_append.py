@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .ahead import launch
-from .device import power_of_two
 from .failures import Kernel, launching
 from .limits import are_contiguous, refused
 from .pointwise.kernel import rotate_heads
@@ -72,8 +71,6 @@ def append_token(
             ROTARY=rotary,
             RANK=rank,
             BLOCK_H=_HEADS,
-            BLOCK_D=power_of_two(rotary // 2),
-            BLOCK_REST=power_of_two(max(1, head_dim - rotary)),
             BLOCK=_ELEMENTS,
         )
     return rotated
@@ -104,8 +101,6 @@ def _append(
     ROTARY: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_D: tl.constexpr,  # at least ROTARY / 2
-    BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
     BLOCK: tl.constexpr,  # elements that a program stores
 ):
     KEYS: tl.constexpr = HEADS * HEAD_DIM
@@ -116,7 +111,7 @@ def _append(
         table = row * table_row_stride
         parts = (query + row * KEYS, rotated + row * KEYS, cos + table, sin + table)
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), HEAD_DIM)
-        rotate_heads(parts, heads, HEADS, HEAD_DIM, ROTARY, False, WHOLE, BLOCK_D, BLOCK_REST)
+        rotate_heads(parts, heads, HEADS, HEAD_DIM, ROTARY, False, WHOLE)
     elif block < QUERY_BLOCKS + KEY_BLOCKS:
         column = (block - QUERY_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
         kept = column < KEYS

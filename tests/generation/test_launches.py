@@ -32,9 +32,7 @@ LAYERS = {
     "deepseek_v3": (
         f"normalize row_products normalize row_products absorb {ATTENTION} bmm row_products normalize route {EXPERTS}"
     ),
-    "qwen3_moe": (
-        f"normalize row_products normalize normalize rotate {ATTENTION} row_products normalize route {EXPERTS}"
-    ),
+    "qwen3_moe": (f"normalize row_products rotate {ATTENTION} row_products normalize route {EXPERTS}"),
 }
 """The launches of a layer with experts."""
 

@@ -133,6 +133,7 @@ def between_products() -> None:
     test_pointwise.test_gated_rms_norm((2, 96), 24, GatedNormForm.AFTER, HALF)
     test_pointwise.test_gated((3, 5, 64), Activation.GELU_TANH, HALF)
     test_pointwise.test_rotate(2, 5, 1, (9, 1), 64, 16, False, RotaryForm.ROUNDED, HALF)
+    test_pointwise.test_rotate_with_norms((5, 1), 256, 64, False, RotaryForm.ROUNDED, NormForm.ROUNDED, HALF)
     test_pointwise.test_gradients_of_rms_norm((37, 5, 3, 80), NormForm.ROUNDED, HALF)
     test_pointwise.test_gradients_of_gated((3, 5, 64), Activation.GELU_TANH, HALF)
     test_pointwise.test_gradients_of_rotate((9, 1), 64, 16, False, RotaryForm.ROUNDED, HALF)

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from hf_fastdecode.kernels.failures import KernelFailedError
 from hf_fastdecode.kernels.pointwise import api, gradients, reference
-from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, NormForm, RotaryForm
+from hf_fastdecode.kernels.pointwise.api import Activation, GatedNormForm, HeadNorms, NormForm, RotaryForm
 from hf_fastdecode.kernels.pointwise.gradients import Operator, gated, rms_norm, rotate
 
 from .operator_runs import DEVICE, DTYPES, random
@@ -100,6 +100,35 @@ def test_rotate_of_views_with_gaps() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", NormForm)
+@pytest.mark.parametrize("form", RotaryForm)
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize(("heads", "width", "rotary"), [((32, 4), 128, 128), ((12, 3), 80, 32), ((5, 1), 256, 64)])
+def test_rotate_with_norms(
+    heads: tuple[int, int],
+    width: int,
+    rotary: int,
+    halves: bool,
+    form: RotaryForm,
+    norm: NormForm,
+    dtype: torch.dtype,
+) -> None:
+    """To the bit what norms and a rotation compute in launches of their own; normalized heads are written."""
+    both = [random(2, 3, count, width, seed=count, dtype=dtype).transpose(1, 2) for count in heads]
+    angles = 10 * random(1, 3, rotary // 2 if halves else rotary, seed=7, dtype=torch.float32)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = [random(width, seed=seed, dtype=dtype) for seed in (8, 9)]
+    norms = HeadNorms(*weights, 1e-5, norm, *(torch.full_like(one, torch.nan) for one in both))
+    found = assert_alike("rotate", (*both, cos, sin), form, halves=halves, norms=norms)
+    expected = [
+        api.rms_norm(one.transpose(1, 2), weight, 1e-5, norm).transpose(1, 2)
+        for one, weight in zip(both, weights, strict=True)
+    ]
+    assert all(map(torch.equal, norms[4:], expected))
+    assert all(map(torch.equal, found, api.rotate(*expected, cos, sin, form, halves=halves)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("shape", [(1, 1, 1100), (3, 5, 64), (2, 1024)])
 def test_gated(shape: tuple[int, ...], activation: Activation, dtype: torch.dtype) -> None:
@@ -129,6 +158,14 @@ def test_refused() -> None:
     heads = random(2, 4, 3, 8, seed=1, dtype=torch.float32)
     with pytest.raises(ValueError, match=r"rotate takes .* \(2, 3, 10\)"):
         api.rotate(heads, heads, heads.new_ones(2, 3, 10), heads.new_ones(2, 3, 10), RotaryForm.WHOLE)
+    cos, weight = heads.new_ones(2, 3, 8), heads.new_ones(8)
+    norms = HeadNorms(weight, weight, 1e-5, NormForm.ROUNDED, heads, heads)
+    others = [norms._replace(key_weight=weight[:4]), norms._replace(query_weight=weight.half())]
+    for other in (*others, norms._replace(keys=heads[:1]), norms._replace(queries=heads.mT.contiguous().mT)):
+        with pytest.raises(ValueError, match="rotate with norms takes"):
+            api.rotate(heads, heads, cos, cos, RotaryForm.WHOLE, norms=other)
+    with pytest.raises(ValueError, match="no gradients"):
+        api.rotate(heads, heads, cos, cos, RotaryForm.WHOLE, backward=True, norms=norms)
 
 
 def assert_gradients(operator: Operator, given: Sequence[Tensor], needed: Sequence[bool], **how: Any) -> None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm
 from ...kernels.pointwise.gradients import rms_norm
+from .head_norms import waiting_head_norms
 from .trial import TRIED_IN, FusedKind, by_kernel, matching, own_result, random, runs_fused, settings, twin
 
 _EPS = ("variance_epsilon", "eps")
@@ -72,6 +73,9 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     if sums is not None and waits:
         with sums.taken() as (first, plus):
             return rms_norm(first, weight, eps=eps, form=form, plus=plus)
+    heads = waiting_head_norms() if x.dim() == 4 and not torch.is_grad_enabled() else None
+    if heads is not None:
+        return heads.wait(x, weight, eps, form)
     found = rms_norm(x.transpose(1, 2) if transposed else x, weight, eps=eps, form=form)
     return found.transpose(1, 2) if transposed else found
 

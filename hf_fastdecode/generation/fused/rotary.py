@@ -14,6 +14,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import RotaryForm
 from ...kernels.pointwise.gradients import rotate
+from .head_norms import waiting_head_norms
 from .trial import (
     TRIED_IN,
     FusedKind,
@@ -79,8 +80,12 @@ def _rotate(function: Any, forms: Forms, *args: Any, **kwargs: Any) -> Any:
             found = forms.get((torch.float32 if wide else TRIED_IN, cos.shape[-1] == queries.shape[-1]))
             if found is not None and (wide or cos.dtype == queries.dtype) and sin.dtype == cos.dtype:
                 form, halves = found
+                heads = waiting_head_norms()
+                given = queries, keys, cos, sin
+                if heads is not None and (rotated := heads.rotate(*given, form, halves=halves)) is not None:
+                    return rotated
                 try:
-                    return rotate(queries, keys, cos, sin, form=form, halves=halves)
+                    return rotate(*given, form=form, halves=halves)
                 except (ValueError, KernelFailedError):
                     pass
     return function(*args, **kwargs)

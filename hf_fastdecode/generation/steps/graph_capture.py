@@ -34,6 +34,7 @@ from ...parallel.ranks import ALONE, Ranks
 from ..autocast import casting_anew
 from ..fused.experts import LargestOfFew
 from ..fused.gated import RowProducts
+from ..fused.head_norms import WaitingHeadNorms
 from ..fused.norms import WaitingSums
 from ..structure import Structure
 
@@ -58,7 +59,8 @@ def pass_context(
         if fused_rows and structure.fused is not None and structure.fused.has_experts:
             stack.enter_context(LargestOfFew())
         if structure.fused is not None:
-            stack.enter_context(WaitingSums())  # last: it computes a sum before any branch of a graph
+            stack.enter_context(WaitingHeadNorms())  # last: they compute what waits before any branch of a graph
+            stack.enter_context(WaitingSums())
         yield
 
 

@@ -65,6 +65,9 @@ class Activation(Enum):
 MOST_COLUMNS = 16384
 """Elements of a row of `rms_norm`, which a program holds whole."""
 
+MOST_NORMALIZED = 1024
+"""Elements of a head that `rotate` normalizes."""
+
 _ELEMENTS = 1024  # of a program of `rms_norm` whose rows are shorter, or of `gated`
 _HEADS = 8  # of a program of `rotate`
 
@@ -80,6 +83,17 @@ class Plus(NamedTuple):
     total: Tensor  # memory for the sum, likewise
 
 
+class HeadNorms(NamedTuple):
+    """`rms_norm` of each head of queries and keys, before they are rotated, and memory for the normalized heads."""
+
+    query_weight: Tensor  # [head_dim], contiguous, of the dtype of queries for `NormForm.ROUNDED`
+    key_weight: Tensor  # likewise
+    eps: float
+    form: NormForm
+    queries: Tensor  # of the shape, strides and dtype of what is rotated
+    keys: Tensor  # likewise
+
+
 def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> None:
     launch_named(Kernel.POINTWISE, f"pointwise.kernel.{name}", x.device, grid, x, *arguments, **options)
 
@@ -93,7 +107,9 @@ def _norm_options(columns: int, device: torch.device, elements: int = _ELEMENTS)
     return rows, {"COLUMNS": columns, "BLOCK_R": rows, "BLOCK_C": block, "num_warps": warps, **overlap_options(device)}
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus | None = None) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus | None = None, *, out: Tensor | None = None
+) -> Tensor:
     """``x / sqrt(mean(x^2) + eps)`` along the last axis, times the weight.
 
     Args:
@@ -102,20 +118,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm, plus: Plus |
         eps: Added to the mean.
         form: Where the result is rounded.
         plus: What is added to `x` before, and where the sum is written.
+        out: Memory for the result, as `x`; new memory when None.
 
     Returns:
         As `x`, in its dtype.
     """
     columns, (addend, total) = x.shape[-1], plus or (x, x)
-    alike = weight.shape == (columns,) and addend.shape == x.shape == total.shape
-    if not alike or not are_contiguous(x, weight, addend, total) or columns > MOST_COLUMNS:
+    out = torch.empty_like(x) if out is None else out
+    alike = weight.shape == (columns,) and addend.shape == x.shape == total.shape == out.shape
+    if not alike or not are_contiguous(x, weight, addend, total, out) or columns > MOST_COLUMNS:
         takes = f"contiguous x [..., columns] and weight [columns] of up to {MOST_COLUMNS} columns"
         raise refused(f"rms_norm takes {takes}", x, weight)
-    rows, out = x.numel() // columns, torch.empty_like(x)
+    rows = x.numel() // columns
     at_once, options = _norm_options(columns, x.device)
-    tensors = x, addend, total, weight, out
-    adds = plus is not None
-    _launch("normalize", (-(-rows // at_once),), *tensors, rows, eps, ADDS=adds, ROUNDING=form.value, **options)
+    options = options | {"ADDS": plus is not None, "ROUNDING": form.value, "enable_fp_fusion": False}  # as of `rotate`
+    _launch("normalize", (-(-rows // at_once),), x, addend, total, weight, out, rows, eps, **options)
     return out
 
 
@@ -182,6 +199,7 @@ def rotate(
     *,
     halves: bool = False,
     backward: bool = False,
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotary embedding of queries and keys: ``x * cos + rotate_half(x) * sin``, of each head's first elements.
 
@@ -194,6 +212,7 @@ def rotate(
         form: Where results are rounded.
         halves: Whether `cos` and `sin` are half as long as what is rotated, as in gpt-oss.
         backward: Whether to compute the gradients of queries and keys, given those of their rotations.
+        norms: Norms of heads of up to `MOST_NORMALIZED` elements, which are rotated then; without gradients.
 
     Returns:
         Rotated queries and keys, in new memory of the same strides where these are dense.
@@ -207,13 +226,25 @@ def rotate(
         takes = "queries and keys [batch, heads, length, head_dim] and cos and sin [batch or 1, length, rotary]"
         raise refused(f"rotate takes {takes}, contiguous along the last axis", queries, keys, cos, sin)
     outs = torch.empty_like(queries), torch.empty_like(keys)
-    if outs[0].stride() != queries.stride() or outs[1].stride() != keys.stride():  # views with gaps
+    dense = outs[0].stride() == queries.stride() and outs[1].stride() == keys.stride()
+    if norms is not None and (backward or not dense or not _fit(norms, queries, keys)):
+        takes = (
+            f"dense heads, memory alike, contiguous weights [head_dim] of up to {MOST_NORMALIZED}, and no gradients"
+        )
+        raise refused(f"rotate with norms takes {takes}", queries, keys, norms.query_weight, norms.key_weight)
+    if not dense:  # views with gaps
         return rotate(queries.contiguous(), keys.contiguous(), cos, sin, form, halves=halves, backward=backward)
+    normalizing: tuple[Any, ...] = (None, None, None, None, 0.0)
+    heads = _HEADS
+    if norms is not None:
+        normalizing = *norms[:2], *norms[4:], norms.eps
+        heads, _ = _norm_options(head_dim, queries.device)
     _launch(
         "rotate",
-        (batch * length, -(-query_heads // _HEADS) - (-key_heads // _HEADS)),
+        (batch * length, -(-query_heads // heads) - (-key_heads // heads)),
         *(queries, keys, cos, sin, *outs, length),
         *(*queries.stride()[:3], *keys.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1)),
+        *normalizing,
         QUERY_HEADS=query_heads,
         KEY_HEADS=key_heads,
         HEAD_DIM=head_dim,
@@ -221,13 +252,23 @@ def rotate(
         HALVES=halves,
         ROUNDING=form.value,
         BACKWARD=backward,
-        BLOCK_H=_HEADS,
-        BLOCK_D=power_of_two(rotary // 2),
-        BLOCK_REST=power_of_two(max(1, head_dim - rotary)),
+        NORM=None if norms is None else norms.form.value,
+        BLOCK_H=heads,
         enable_fp_fusion=False,  # a product and a sum in one instruction would not round the product
         **overlap_options(queries.device),
     )
     return outs
+
+
+def _fit(norms: HeadNorms, queries: Tensor, keys: Tensor) -> bool:
+    """Whether a launch that rotates can normalize these heads."""
+    weights, width = norms[:2], queries.shape[-1]
+    if norms.form is NormForm.ROUNDED and any(weight.dtype != queries.dtype for weight in weights):
+        return False
+    memory = ((norms.queries, queries), (norms.keys, keys))
+    alike = all((one.shape, one.stride(), one.dtype) == (x.shape, x.stride(), x.dtype) for one, x in memory)
+    fit = all(weight.shape == (width,) and weight.is_contiguous() for weight in weights)
+    return alike and fit and width <= MOST_NORMALIZED
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -49,11 +49,7 @@ def normalize(
     factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
     mean = tl.sum(values * values, 1) / COLUMNS
     values = values * tl.rsqrt(mean + eps)[:, None]
-    if ROUNDING == ROUNDED:
-        values = values.to(out.dtype.element_ty).to(tl.float32)
-    if ROUNDING == PLUS_ONE:
-        factor = factor + 1.0
-    tl.store(out + at, (factor * values).to(out.dtype.element_ty), mask=kept)
+    tl.store(out + at, weighted(values, factor, out.dtype.element_ty, ROUNDING), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -154,6 +150,11 @@ def rotate(
     key_stride,
     angle_batch_stride,
     angle_stride,
+    query_weight,  # [HEAD_DIM], as of `normalize`; not read without NORM
+    key_weight,  # likewise
+    normalized_queries,  # with the strides of queries; not written without NORM
+    normalized_keys,  # likewise, of keys
+    eps,
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -161,26 +162,37 @@ def rotate(
     HALVES: tl.constexpr,  # whether both halves of what is rotated have the same cos and sin
     ROUNDING: tl.constexpr,  # of RotaryForm
     BACKWARD: tl.constexpr,  # whether gradients of results are given
+    NORM: tl.constexpr,  # of NormForm: heads are normalized first; None if not
     BLOCK_H: tl.constexpr,  # heads of a program
-    BLOCK_D: tl.constexpr,  # at least ROTARY / 2
-    BLOCK_REST: tl.constexpr,  # at least HEAD_DIM - ROTARY
     PDL: tl.constexpr,  # as of `normalize`
 ):
     follow_previous(PDL)
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
     batch, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
     angles = batch * angle_batch_stride + token * angle_stride
+    query_norm, key_norm = (query_weight, normalized_queries, eps), (key_weight, normalized_keys, eps)
     block = tl.program_id(1)
     if block < QUERY_BLOCKS:
         at = batch * query_batch_stride + token * query_stride
         parts = (queries + at, rotated_queries + at, cos + angles, sin + angles)
         heads = (block * BLOCK_H + tl.arange(0, BLOCK_H), query_head_stride)
-        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST, BACKWARD)
+        rotate_heads(parts, heads, QUERY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BACKWARD, query_norm, at, NORM)
     else:
         at = batch * key_batch_stride + token * key_stride
         parts = (keys + at, rotated_keys + at, cos + angles, sin + angles)
         heads = ((block - QUERY_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H), key_head_stride)
-        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BLOCK_D, BLOCK_REST, BACKWARD)
+        rotate_heads(parts, heads, KEY_HEADS, HEAD_DIM, ROTARY, HALVES, ROUNDING, BACKWARD, key_norm, at, NORM)
+
+
+@triton.jit
+def inverse_rms(x, heads, eps, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Of each head, summed as in `normalize`: whole rows, in blocks of the same shape, give the same bits."""
+    head, head_stride = heads
+    column = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    kept = (head < HEADS)[:, None] & (column < HEAD_DIM)[None, :]
+    at = head.to(tl.int64)[:, None] * head_stride + column[None, :]
+    values = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(values * values, 1) / HEAD_DIM + eps)[:, None]
 
 
 @triton.jit
@@ -192,9 +204,10 @@ def rotate_heads(
     ROTARY: tl.constexpr,
     HALVES: tl.constexpr,
     ROUNDING: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     BACKWARD: tl.constexpr = False,
+    norm=None,  # the weight, memory for normalized elements and eps; not read without NORM
+    token=0,  # offset of the token in that memory
+    NORM: tl.constexpr = None,
 ):
     x, out, cos, sin = parts
     head, head_stride = heads
@@ -202,15 +215,19 @@ def rotate_heads(
     SECOND: tl.constexpr = 0 if HALVES else HALF
     here = (head < HEADS)[:, None]
     start = head.to(tl.int64)[:, None] * head_stride
-    within = tl.arange(0, BLOCK_D)
-    kept = here & (within < HALF)[None, :]
+    within = tl.arange(0, triton.next_power_of_2(HALF))
+    rotated = within < HALF
+    kept = here & rotated[None, :]
     at = start + within[None, :]
-    first = tl.load(x + at, mask=kept, other=0.0).to(tl.float32)
-    second = tl.load(x + at + HALF, mask=kept, other=0.0).to(tl.float32)
-    first_cos = tl.load(cos + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + SECOND + within, mask=within < HALF, other=0.0).to(tl.float32)[None, :]
+    if NORM is not None:
+        weight, normalized, eps = norm
+        norm = (weight, inverse_rms(x, heads, eps, HEADS, HEAD_DIM), normalized + token)
+    first = load_normalized(x, at, kept, norm, within, rotated, NORM).to(tl.float32)
+    second = load_normalized(x, at + HALF, kept, norm, HALF + within, rotated, NORM).to(tl.float32)
+    first_cos = tl.load(cos + within, mask=rotated, other=0.0).to(tl.float32)[None, :]
+    first_sin = tl.load(sin + within, mask=rotated, other=0.0).to(tl.float32)[None, :]
+    second_cos = tl.load(cos + SECOND + within, mask=rotated, other=0.0).to(tl.float32)[None, :]
+    second_sin = tl.load(sin + SECOND + within, mask=rotated, other=0.0).to(tl.float32)[None, :]
     if BACKWARD:  # the transposed matrix
         first_sin, second_sin = -second_sin, -first_sin
     one, two = first * first_cos, -second * first_sin
@@ -222,10 +239,33 @@ def rotate_heads(
     tl.store(out + at, (one + two).to(out.dtype.element_ty), mask=kept)
     tl.store(out + at + HALF, (three + four).to(out.dtype.element_ty), mask=kept)
     if HEAD_DIM > ROTARY:
-        after = ROTARY + tl.arange(0, BLOCK_REST)
+        after = ROTARY + tl.arange(0, triton.next_power_of_2(HEAD_DIM - ROTARY))
         passed = here & (after < HEAD_DIM)[None, :]
         at = start + after[None, :]
-        tl.store(out + at, tl.load(x + at, mask=passed), mask=passed)
+        tl.store(out + at, load_normalized(x, at, passed, norm, after, after < HEAD_DIM, NORM), mask=passed)
+
+
+@triton.jit
+def load_normalized(x, at, kept, norm, column, in_weight, NORM: tl.constexpr):
+    """Elements of heads, with NORM normalized and rounded as by `normalize`, and written."""
+    values = tl.load(x + at, mask=kept, other=0.0)
+    if NORM is not None:
+        weight, inverse, normalized = norm
+        dtype: tl.constexpr = values.dtype
+        factor = tl.load(weight + column, mask=in_weight, other=0.0).to(tl.float32)[None, :]
+        values = weighted(values.to(tl.float32) * inverse, factor, dtype, NORM)
+        tl.store(normalized + at, values, mask=kept)
+    return values
+
+
+@triton.jit
+def weighted(values, factor, dtype: tl.constexpr, ROUNDING: tl.constexpr):
+    """Normalized numbers times a weight, both in fp32, rounded as a NormForm says."""
+    if ROUNDING == ROUNDED:
+        values = values.to(dtype).to(tl.float32)
+    if ROUNDING == PLUS_ONE:
+        factor = factor + 1.0
+    return (factor * values).to(dtype)
 
 
 @triton.jit

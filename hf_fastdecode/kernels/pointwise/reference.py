@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .api import Activation, GatedNormForm, NormForm, RotaryForm
+from .api import Activation, GatedNormForm, HeadNorms, NormForm, RotaryForm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, form: NormForm) -> Tensor:
@@ -33,9 +33,19 @@ def gated_rms_norm(
 
 
 def rotate(
-    queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, form: RotaryForm, *, halves: bool = False
+    queries: Tensor,
+    keys: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    form: RotaryForm,
+    *,
+    halves: bool = False,
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `api.rotate`."""
+    if norms is not None:
+        queries = rms_norm(queries, norms.query_weight, norms.eps, norms.form)
+        keys = rms_norm(keys, norms.key_weight, norms.eps, norms.form)
     if halves:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return _rotated(queries, cos, sin, form), _rotated(keys, cos, sin, form)

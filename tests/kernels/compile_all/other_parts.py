@@ -15,6 +15,7 @@ from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
 from hf_fastdecode.kernels.pointwise.api import (
     Activation,
     GatedNormForm,
+    HeadNorms,
     NormForm,
     RotaryForm,
     gated,
@@ -66,6 +67,9 @@ def compute_between_products() -> None:
         for form in RotaryForm:
             rotate(queries, keys, cos, cos, form)
             rotate(queries, keys, cos, cos, form, backward=True)
+            for norm in NormForm:
+                weight = made(head_dim, dtype=dtype)
+                rotate(queries, keys, cos, cos, form, norms=HeadNorms(weight, weight, 1e-6, norm, queries, keys))
         rotate(queries, keys, cos[..., : rotary // 2], cos[..., : rotary // 2], RotaryForm.ROUNDED, halves=True)
 
 
