@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl
 
 from hf_fastdecode.kernels import ahead
-from hf_fastdecode.kernels.experts import reference
+from hf_fastdecode.kernels.experts import kernel, reference
 from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
 from hf_fastdecode.kernels.experts.config import (
     MOST_OF_AN_EXPERT,
@@ -168,27 +170,36 @@ def test_experts_that_the_layer_does_not_have_add_nothing() -> None:
         torch.testing.assert_close(found[row : row + 1].double(), expected, rtol=2e-3, atol=2e-3)
 
 
+@triton.jit
+def list_items(chosen, items, pairs, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    item = tl.program_id(0)
+    expert, pair = kernel.pairs_of(item, chosen, pairs, EXPERTS, BLOCK_E, 64, BLOCK_M)
+    at = items + item * (1 + BLOCK_M)
+    tl.store(at, expert)
+    tl.store(at + 1 + tl.arange(0, BLOCK_M), pair)
+
+
 @pytest.mark.parametrize(("rows", "count", "per_row"), [(1, 4, 2), (128, 8, 2), (64, 128, 8), (512, 3, 1)])
 def test_every_pair_has_a_place(rows: int, count: int, per_row: int) -> None:
-    """Lists of pairs as many as can be, with all rows on one expert and with rows spread."""
-    from hf_fastdecode.kernels.experts import kernel
-
+    """Items of pairs as many as can be, with all rows on one expert and with rows spread."""
     pairs = rows * per_row
     assert pairs <= MOST_PAIRS
     spread = routed(rows, per_row, count)[0]
     for chosen, block in product((spread, spread * 0 + count - 1), (16, 64)):
-        most = most_items(pairs, count, block)
-        order = torch.full((pairs,), -1, dtype=torch.int32, device=DEVICE)
-        items = torch.full((most, 3), -1, dtype=torch.int32, device=DEVICE)
-        sizes = {"BLOCK_P": max(16, 1 << (pairs - 1).bit_length()), "BLOCK_Q": 16, "BLOCK_M": block}
-        sizes |= {"BLOCK_E": 1 << (count - 1).bit_length(), "BLOCK_I": 1 << (most - 1).bit_length()}
-        kernel.list_pairs[(-(-pairs // 16),)](chosen, order, items, pairs, most, EXPERTS=count, **sizes, PDL=False)
-        flat = chosen.flatten()
-        assert torch.equal(order.long(), flat.argsort(stable=True))
-        listed = [(expert, place) for expert, begin, end in items.tolist() for place in range(begin, end)]
-        assert sorted(place for _, place in listed) == list(range(pairs))
-        assert all(flat[order[place]] == expert for expert, place in listed)
-        assert all(end - begin <= block for _, begin, end in items.tolist())
+        items = torch.full((most_items(pairs, count, block), 1 + block), -2, dtype=torch.int32, device=DEVICE)
+        block_experts = 1 << (count - 1).bit_length()
+        list_items[(len(items),)](chosen, items, pairs, EXPERTS=count, BLOCK_E=block_experts, BLOCK_M=block)
+        numbers = torch.arange(pairs, device=DEVICE)
+        expected = [
+            [expert, *part.tolist(), *[-1] * (block - len(part))]
+            for expert in range(count)
+            for part in numbers[chosen.flatten() == expert].split(block)
+            if len(part)
+        ]
+        assert items.tolist()[: len(expected)] == expected
+        left = items[len(expected) :]
+        assert (left[:, 0] >= count).all()
+        assert (left[:, 1:] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -24,7 +24,7 @@ from ..failures import Kernel
 from ..pointwise.api import Activation
 from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_configs, most_items
 
-_POSITIONS = 16  # that a program of `list_pairs` finds
+_PAIRS = 256  # that a program looks through at a time for those of its expert
 _COLUMNS = 256  # of a program that adds up
 _PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, with scores in half precision and in fp32
 _ROUTED = 32  # rows of a program of `route`
@@ -59,28 +59,15 @@ def experts(
     if configs is None:
         configs = choose_configs(pairs, weights, shared_memory(device))
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
-    count = most_items(pairs, weights.experts, configs.block_pairs)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    items = torch.empty(count, 3, dtype=torch.int32, device=device)
+    listed = most_items(pairs, weights.experts, configs.block_pairs)
+    items = torch.empty(listed, 1 + configs.block_pairs, dtype=torch.int32, device=device)
     all_pairs = pairs + more * len(x)
     hidden = torch.empty(all_pairs, weights.inner, dtype=x.dtype, device=device)
     results = torch.empty(all_pairs, weights.hidden, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
-    _launch(
-        "list_pairs",
-        (-(-pairs // _POSITIONS),),
-        *(chosen, order, items, pairs, count),
-        EXPERTS=weights.experts,
-        BLOCK_P=max(_POSITIONS, power_of_two(pairs)),
-        BLOCK_Q=_POSITIONS,
-        BLOCK_E=power_of_two(weights.experts),
-        BLOCK_I=power_of_two(count),
-        BLOCK_M=configs.block_pairs,
-        **overlap_options(device),
-    )
-    lists = (order, items)
-    _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, per_row, weights, configs, gate, shared)
-    _multiply(hidden, weights.down, weights.down_bias, results, lists, 1, weights, configs, None, shared)
+    lists = (chosen, items)
+    _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, weights, configs, gate, shared)
+    _multiply(hidden, weights.down, weights.down_bias, results, lists, weights, configs, None, shared)
     _launch(
         "add_up",
         (len(x), -(-weights.hidden // _COLUMNS)),
@@ -106,7 +93,6 @@ def _multiply(
     bias: Tensor | None,
     out: Tensor,
     lists: tuple[Tensor, Tensor],
-    per_row: int,
     weights: Weights,
     configs: Configs,
     gate: Gate | None,
@@ -115,7 +101,8 @@ def _multiply(
     config: Config = configs.down if gate is None else configs.gate_up
     width, columns = (weights.inner, weights.hidden) if gate is None else (weights.hidden, 2 * weights.inner)
     activation, *limits = gate or Gate(Activation.SILU)
-    pairs, listed = (len(one) for one in lists)
+    chosen, items = lists
+    pairs, listed = chosen.numel(), len(items)
     count = 0 if shared is None else shared.count(weights.inner)
     rows = (len(out) - pairs) // max(1, count)
     distance = shared.distance if shared is not None and gate is not None else 0
@@ -128,13 +115,16 @@ def _multiply(
         *map(float, limits),
         WIDTH=width,
         COLUMNS=columns,
-        PAIRS_PER_ROW=per_row,
+        EXPERTS=weights.experts,
+        PAIRS_PER_ROW=chosen.shape[1],
         SHARED=count,
         TRANSPOSED=weights.transposed,
         GATED=gate is not None,
         INTERLEAVED=weights.interleaved and gate is not None,
         ACTIVATION=activation.value,
         BIAS=bias is not None,
+        BLOCK_E=power_of_two(weights.experts),
+        BLOCK_P=_PAIRS,
         BLOCK_M=configs.block_pairs,
         BLOCK_N=config.columns,
         BLOCK_K=config.at_once,

@@ -17,52 +17,39 @@ from ..pointwise.kernel import SILU, activated, follow_previous
 LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 
 
-@triton.jit(do_not_specialize=["pairs", "most_items"])
-def list_pairs(
+@triton.jit
+def pairs_of(
+    item,
     chosen,  # [pairs] integers, the expert of each pair; pairs of others than the EXPERTS are left out
-    order,  # [pairs] int32: pairs, those of an expert one after another
-    items,  # [most_items, 3] int32: an expert, and the first and last position of its pairs in the order
     pairs,
-    most_items,
     EXPERTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # at least pairs
-    BLOCK_Q: tl.constexpr,  # pairs whose position a program finds
     BLOCK_E: tl.constexpr,  # at least EXPERTS
-    BLOCK_I: tl.constexpr,  # at least most_items
+    BLOCK_P: tl.constexpr,  # pairs at a time
     BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
-    follow_previous(PDL)
-    pair, own_pair = tl.arange(0, BLOCK_P), tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    expert = expert_of(chosen, pair, pairs, EXPERTS)
-    own_expert = expert_of(chosen, own_pair, pairs, EXPERTS)
-    earlier = (expert[None, :] == own_expert[:, None]) & (pair[None, :] < own_pair[:, None])
-    before = (expert[None, :] < own_expert[:, None]) | earlier
-    tl.store(order + tl.sum(before.to(tl.int32), 1), own_pair, mask=own_pair < pairs)
-    if tl.program_id(0) == 0:
-        number = tl.arange(0, BLOCK_E)
-        count = tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
-        first = tl.cumsum(count, 0) - count
-        blocks = (count + BLOCK_M - 1) // BLOCK_M
-        item = tl.cumsum(blocks, 0) - blocks
-        for block in tl.range(0, tl.max(blocks, 0)):
-            at, here = items + 3 * (item + block), block < blocks
-            begin = first + block * BLOCK_M
-            tl.store(at, number, mask=here)
-            tl.store(at + 1, begin, mask=here)
-            tl.store(at + 2, tl.minimum(begin + BLOCK_M, first + count), mask=here)
-        spare = tl.arange(0, BLOCK_I)
-        left = (spare >= tl.sum(blocks, 0)) & (spare < most_items)
-        tl.store(items + 3 * spare + 1, 0, mask=left)
-        tl.store(items + 3 * spare + 2, 0, mask=left)
+    """An item's expert, at least EXPERTS for an item that is left over, and its pairs ``[BLOCK_M]``, -1 for none."""
+    count = tl.zeros((BLOCK_E,), tl.int32)
+    for start in tl.range(0, pairs, BLOCK_P):
+        expert = expert_of(chosen, start + tl.arange(0, BLOCK_P), pairs, EXPERTS)
+        count += tl.histogram(expert, BLOCK_E, mask=expert < EXPERTS)
+    end = tl.cumsum((count + BLOCK_M - 1) // BLOCK_M, 0)  # of each expert's items
+    own = tl.sum((end <= item).to(tl.int32), 0)
+    slot = (item - tl.max(tl.where(end <= item, end, 0), 0)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    found, earlier = tl.full((BLOCK_M,), -1, tl.int32), 0
+    for start in tl.range(0, pairs, BLOCK_P):
+        pair = start + tl.arange(0, BLOCK_P)
+        mine = (expert_of(chosen, pair, pairs, EXPERTS) == own) & (own < EXPERTS)
+        place = tl.where(mine, earlier + tl.cumsum(mine.to(tl.int32), 0) - 1, -1)
+        found += tl.sum(tl.where(place[None, :] == slot[:, None], pair[None, :] + 1, 0), 1)
+        earlier += tl.sum(mine.to(tl.int32), 0)
+    return own, found
 
 
 @triton.jit
 def expert_of(chosen, pair, pairs, EXPERTS: tl.constexpr):
-    """Expert id; EXPERTS if invalid, EXPERTS + 1 past the last pair."""
-    expert = tl.load(chosen + pair, mask=pair < pairs, other=0).to(tl.int32)
-    expert = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
-    return tl.where(pair < pairs, expert, EXPERTS + 1)
+    """Expert id; EXPERTS if invalid or past the last pair."""
+    expert = tl.load(chosen + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    return tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS)
 
 
 @triton.jit
@@ -84,8 +71,8 @@ def products(
     weight,  # [experts, COLUMNS, WIDTH], or where TRANSPOSED [experts, WIDTH, COLUMNS]; contiguous
     bias,  # [experts, COLUMNS]; not read without BIAS
     out,  # GATED: [pairs, COLUMNS // 2] in the dtype of x; else [pairs, COLUMNS] fp32
-    order,  # as `list_pairs` writes it
-    items,  # likewise
+    chosen,  # as of `pairs_of`; read if GATED
+    items,  # [listed, 1 + BLOCK_M] int32: an expert and its pairs, as of `pairs_of`; written if GATED, else read
     shared,  # of experts of all rows: [SHARED * COLUMNS // 2, WIDTH] if GATED, else [COLUMNS, SHARED * WIDTH]
     distance,  # elements from there to the weights of what gates open; read if GATED
     rows,  # pairs of each shared expert, which follow all others, expert by expert
@@ -96,6 +83,7 @@ def products(
     offset,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EXPERTS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     SHARED: tl.constexpr,  # experts of all rows
     TRANSPOSED: tl.constexpr,
@@ -103,6 +91,8 @@ def products(
     INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BIAS: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # as of `pairs_of`
+    BLOCK_P: tl.constexpr,  # likewise
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a divisor of WIDTH
@@ -113,27 +103,30 @@ def products(
     INNER: tl.constexpr = COLUMNS // 2
     block, item = tl.program_id(0), tl.program_id(1)
     follow_previous(PDL)
-    at_item = items + 3 * (tl.minimum(item, listed - 1) if SHARED else item)
-    expert = tl.load(at_item).to(tl.int64)
-    begin, end = tl.load(at_item + 1), tl.load(at_item + 2)
-    weight += expert * WIDTH * COLUMNS
+    at_item, slot = items + item * (1 + BLOCK_M), tl.arange(0, BLOCK_M)
+    if GATED:
+        expert, pair = pairs_of(item, chosen, pairs, EXPERTS, BLOCK_E, BLOCK_P, BLOCK_M)
+        if block == 0 and item < listed:
+            tl.store(at_item, expert)
+            tl.store(at_item + 1 + slot, pair)
+    else:
+        expert = tl.load(at_item, mask=item < listed, other=EXPERTS)
+        pair = tl.load(at_item + 1 + slot, mask=item < listed, other=-1)
+    served = expert < EXPERTS
+    weight += expert.to(tl.int64) * WIDTH * COLUMNS
+    row = pair // PAIRS_PER_ROW if GATED else pair
     if SHARED:
         blocks = tl.cdiv(rows, BLOCK_M)
         which, first_row = (item - listed) // blocks, (item - listed) % blocks * BLOCK_M
-        of_all, first = item >= listed, pairs + which * rows
-        begin = tl.where(of_all, first + first_row, begin)
-        end = tl.where(of_all, first + tl.minimum(first_row + BLOCK_M, rows), end)
+        of_all, every_row = item >= listed, first_row + slot
+        served = served | of_all
+        of_shared = tl.where(every_row < rows, pairs + which * rows + every_row, -1)
+        pair = tl.where(of_all, of_shared, pair)
+        row = tl.where(of_all, every_row, row) if GATED else pair
         shared += which.to(tl.int64) * (INNER * WIDTH if GATED else WIDTH)
         weight = tl.multiple_of(tl.where(of_all, shared, weight), 16)
-    if begin < end:
-        slot = begin + tl.arange(0, BLOCK_M)
-        there = slot < end
-        if SHARED:
-            pair = tl.where(of_all, slot, tl.load(order + slot, mask=there & (item < listed), other=0))
-            row = tl.where(of_all, slot - first, pair // PAIRS_PER_ROW) if GATED else pair
-        else:
-            pair = tl.load(order + slot, mask=there, other=0)
-            row = pair // PAIRS_PER_ROW
+    if served:
+        there = pair >= 0
         number, within = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         if GATED and not INTERLEAVED:
             inner = block * HALF + number % HALF
