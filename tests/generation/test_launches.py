@@ -26,7 +26,7 @@ MODELS = {
     "qwen3_moe": {"num_experts": 4, "head_dim": 32, "decoder_sparse_step": 1, "norm_topk_prob": True},
 }
 ATTENTION = "node_partials attend_suffixes"
-EXPERTS = "list_pairs products products add_up"
+EXPERTS = "products products add_up"
 LAYERS = {
     "deepseek_v2": (f"normalize row_products absorb {ATTENTION} bmm row_products normalize route {EXPERTS}"),
     "deepseek_v3": (
@@ -38,14 +38,14 @@ LAYERS = {
 
 
 def launches(name: str, rows: int) -> str:
-    """Of a step of a model of one layer, from its first norm to its last."""
+    """Of a step of a model of one layer, from its first norm to its last, which the sum of experts takes along."""
     model = tiny_model_of_type(name, **SIZES, **MODELS[name]).half()
     for module in model.modules():
         if type(module).__name__.endswith("TopkRouter"):
             module.float()  # as DeepSeek's checkpoints are loaded
     sampling = {"do_sample": True, "num_return_sequences": rows, "max_new_tokens": 3}
     found = " ".join(launches_of_a_step(model, ragged_prompts(20) | sampling))
-    return found[found.index("normalize") :].removesuffix(" normalize row_products")
+    return found[found.index("normalize") :].removesuffix(" row_products")
 
 
 @on_the_cpu

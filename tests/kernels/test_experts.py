@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
+import triton
 import triton.language as tl
 
 from hf_fastdecode.kernels import ahead
 from hf_fastdecode.kernels.experts import kernel, reference
-from hf_fastdecode.kernels.experts.api import experts, grouped_experts, largest, route
+from hf_fastdecode.kernels.experts.api import ExpertSums, Norm, experts, grouped_experts, largest, route
 from hf_fastdecode.kernels.experts.config import (
     MOST_OF_AN_EXPERT,
     MOST_PAIRS,
@@ -33,7 +34,8 @@ from hf_fastdecode.kernels.experts.config import (
     routing_refusal,
     shared_refusal,
 )
-from hf_fastdecode.kernels.pointwise.api import Activation
+from hf_fastdecode.kernels.pointwise.api import Activation, NormForm, Plus
+from hf_fastdecode.kernels.pointwise.reference import rms_norm
 
 from ..cases import exhaustive_but
 from .operator_runs import DEVICE, PRODUCT_DTYPES, assert_as_exact, random
@@ -105,8 +107,8 @@ def test_experts(rows: int, layout: dict[str, bool], gate: str, dtype: torch.dty
     configs = Configs(16, Config(64, 32, 2), Config(64, 32, 3))
     given = x, weights, chosen, shares, GATES[gate]
     assert refusal(*given[:-1]) is None
-    found = experts(*given, configs)
-    assert torch.equal(found, experts(*given, configs))
+    found = experts(*given, configs).added_up()
+    assert torch.equal(found, experts(*given, configs).added_up())
     assert_as_exact(found, stock(*given), exact(*given))
 
 
@@ -121,8 +123,8 @@ def test_experts_of_all_rows(rows: int, count: int, gate: str, dtype: torch.dtyp
     given = x, weights, chosen, shares, GATES[gate]
     assert shared_refusal(x, weights, shared) is None
     configs = Configs(16, Config(64, 32, 2), Config(64, 32, 3))
-    found = experts(*given, configs, shared=shared)
-    assert torch.equal(found, experts(*given, configs, shared=shared))
+    found = experts(*given, configs, shared=shared).added_up()
+    assert torch.equal(found, experts(*given, configs, shared=shared).added_up())
     wide = Shared(*(part.double() for part in shared))
     of_shared = (reference.shared_experts(one, two, GATES[gate]) for one, two in ((x, shared), (x.double(), wide)))
     own, of_all = (one + two for one, two in zip((stock(*given), exact(*given)), of_shared, strict=True))
@@ -151,11 +153,32 @@ def test_grouped_experts(transposed: bool, gate: str, dtype: torch.dtype) -> Non
         assert_as_exact(found, stock(*given), exact(*given))
 
 
+@pytest.mark.parametrize("dtype", PRODUCT_DTYPES)
+@pytest.mark.parametrize("form", NormForm)
+@pytest.mark.parametrize(("rows", "shared"), [(1, 0), (5, 2)])
+def test_sums_and_their_norm(rows: int, shared: int, form: NormForm, dtype: torch.dtype) -> None:
+    """Also of products that were never written, those of experts that the layer does not have."""
+    (chosen, shares), columns = routed(rows, 3, 8), 300
+    chosen[0, 1] = 8
+    products = random(rows * (3 + shared), columns, seed=1)
+    products[1] = torch.nan
+    addend, weight = (random(*shape, seed=2, dtype=dtype) for shape in ((rows, columns), (columns,)))
+    sums = ExpertSums(products, chosen, shares, 8, torch.empty_like(addend))
+    exact = reference.added_up(products.double(), chosen, shares.double(), 8)
+    found, expected = sums.added_up().clone(), reference.added_up(products, chosen, shares, 8)
+    assert_as_exact(found, expected.to(dtype), exact)
+    total = torch.empty_like(addend)
+    normed = sums.added_up(Norm(Plus(addend, total), weight, 1e-6, form))
+    assert torch.equal(sums.out, found)
+    assert torch.equal(total, found + addend)
+    torch.testing.assert_close(normed, rms_norm(total, weight, 1e-6, form), rtol=torch.finfo(dtype).eps, atol=0)
+
+
 def test_numbers_that_are_none_stay_so() -> None:
     weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
     x, chosen = random(3, 64, seed=1, dtype=torch.float16), torch.tensor([[0], [1], [1]], device=DEVICE)
     x[1, 7] = torch.nan
-    found = experts(x, weights, chosen, torch.ones(3, 1, device=DEVICE), GATES["limited"])
+    found = experts(x, weights, chosen, torch.ones(3, 1, device=DEVICE), GATES["limited"]).added_up()
     assert found.isnan().all(1).tolist() == found.isnan().any(1).tolist() == [False, True, False]
 
 
@@ -163,7 +186,7 @@ def test_experts_that_the_layer_does_not_have_add_nothing() -> None:
     weights = weights_of(3, 64, 32, torch.float16, transposed=False, interleaved=False, biased=False)
     x, chosen = random(4, 64, seed=1, dtype=torch.float16), torch.tensor([[0, 3], [2, -1], [3, 3], [1, 2]])
     shares = torch.ones(4, 2, dtype=torch.float16, device=DEVICE)
-    found = experts(x, weights, chosen.to(DEVICE), shares, GATES["silu"])
+    found = experts(x, weights, chosen.to(DEVICE), shares, GATES["silu"]).added_up()
     for row, own in enumerate(([0], [2], [], [1, 2])):
         one = torch.tensor([own], dtype=torch.int64, device=DEVICE)
         expected = exact(x[row : row + 1], weights, one, torch.ones(1, len(own), device=DEVICE), GATES["silu"])
@@ -309,16 +332,16 @@ def test_chosen_configurations(shape: str) -> None:
         x, (chosen, shares) = random(rows, hidden, seed=1, dtype=torch.bfloat16), routed(rows, per_row, count)
         given = x, weights, chosen, shares, GATES[gate]
         assert refusal(*given[:-1]) is None
-        found = experts(*given)
+        found = experts(*given).added_up()
         assert_as_exact(found, reference.experts(*given[:3], shares.bfloat16(), given[-1]), exact_by_expert(*given))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            replayed = experts(*given)
+            replayed = experts(*given).added_up()
         other = routed(rows, per_row, count, seed=6)
         for part, changed in zip((chosen, shares), other, strict=True):
             part.copy_(changed)
         graph.replay()
-        assert torch.equal(replayed, experts(*given))
+        assert torch.equal(replayed, experts(*given).added_up())
 
 
 def exact_by_expert(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: Gate) -> Tensor:

@@ -39,6 +39,7 @@ from ...kernels.limits import HALF_PRECISION
 from ...kernels.pointwise.api import Activation
 from ...kernels.row_products.config import fuses_products
 from .gated import products_here
+from .norms import sum_of_experts
 from .trial import (
     FusedKind,
     by_kernel,
@@ -138,7 +139,7 @@ def _run(module: nn.Module, form: Form, *args: Any, **kwargs: Any) -> Tensor | N
     x, chosen, shares = args
     weights = weights_of(module, form)
     if fuses_products() and refusal(x, weights, chosen, shares) is None:
-        return experts(x, weights, chosen, shares, form.gate)
+        return sum_of_experts(experts(x, weights, chosen, shares, form.gate))
     if implementation == _GROUPED and grouped_refusal(x, weights, chosen, shares) is None:
         return grouped_experts(x, weights, chosen, shares, form.gate)
     return None

@@ -1,8 +1,9 @@
 """RMSNorm modules, also with a gate or after a sum, in one launch each.
 
 Between a layer's products a model adds its input, by an operator, and hands the sum to its next norm. `WaitingSums`
-leaves such a sum undone until the next operation: a norm that runs as a kernel takes it along, any other operation
-first has it computed. Norms with a gate follow the states of gated delta nets and Mamba-2.
+leaves such a sum undone until the next operation, and before it the sum over a row's experts: a norm that runs as a
+kernel takes them along, any other operation first has them computed. Norms with a gate follow the states of gated
+delta nets and Mamba-2.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...kernels.experts import reference as experts_reference
+from ...kernels.experts.api import ExpertSums, Norm
+from ...kernels.failures import KernelFailedError
 from ...kernels.pointwise import reference
 from ...kernels.pointwise.api import MOST_COLUMNS, GatedNormForm, NormForm, Plus, gated_rms_norm
 from ...kernels.pointwise.gradients import rms_norm
@@ -71,7 +75,9 @@ def _run(module: nn.Module, form: NormForm, x: Tensor, *args: Any, **kwargs: Any
     ):
         return None
     if sums is not None and waits:
-        with sums.taken() as (first, plus):
+        with sums.taken() as (first, plus, of_experts):
+            if of_experts is not None:
+                return of_experts.added_up(Norm(plus, weight, eps, form))
             return rms_norm(first, weight, eps=eps, form=form, plus=plus)
     heads = waiting_head_norms() if x.dim() == 4 and not torch.is_grad_enabled() else None
     if heads is not None:
@@ -131,6 +137,7 @@ _METADATA = frozenset(
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
 )
 """Reads of attributes that do not lead to a tensor's memory."""
+_VIEWS = (Tensor.view, Tensor.view_as, Tensor.reshape)
 
 
 class WaitingSums(TorchFunctionMode):
@@ -144,6 +151,7 @@ class WaitingSums(TorchFunctionMode):
         super().__init__()
         self._terms: tuple[Tensor, Tensor] | None = None
         self._total: Tensor | None = None
+        self._of_experts: ExpertSums | None = None
 
     def __enter__(self) -> Any:
         self._token = _active.set(self)
@@ -157,33 +165,63 @@ class WaitingSums(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _METADATA:
             return function(*args, **(kwargs or {}))
-        self.compute()
-        if function in _SUMS and not kwargs and len(args) == 2 and _can_wait(*args):
+        sums = self._of_experts if self._terms is None else None
+        if sums is not None and function in _VIEWS and args[0] is sums.out:
+            view: Tensor = function(*args, **(kwargs or {}))
+            if view.shape[-1] == sums.out.shape[-1]:
+                self._of_experts = sums._replace(out=view)
+            else:
+                self.compute()
+            return view
+        adds = function in _SUMS and not kwargs and len(args) == 2 and _can_wait(*args)
+        if not (adds and sums is not None and (args[0] is sums.out) != (args[1] is sums.out)):
+            self.compute()
+        if adds:
             self._terms, self._total = args, torch.empty_like(args[0])
             return self._total
         return function(*args, **(kwargs or {}))
 
+    def leave(self, sums: ExpertSums) -> Tensor:
+        """Let sums of experts wait, which are returned."""
+        self.compute()
+        self._of_experts = sums
+        return sums.out
+
     def compute(self) -> None:
-        """Compute the sum that waits, if any."""
-        if (terms := self._terms) is not None:
-            total, self._terms, self._total = self._total, None, None
+        """Compute the sums that wait, if any."""
+        terms, total, sums = self._taken()
+        if sums is not None:
+            try:
+                sums.added_up()
+            except KernelFailedError:
+                sums.out.copy_(experts_reference.added_up(sums.products, *sums[1:4]).view_as(sums.out))
+        if terms is not None:
             torch.add(*terms, out=total)
+
+    def _taken(self) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None, ExpertSums | None]:
+        found = self._terms, self._total, self._of_experts
+        self._terms = self._total = self._of_experts = None
+        return found
 
     def waits(self, total: Tensor) -> bool:
         """Whether this is the sum that waits."""
         return self._terms is not None and total is self._total
 
     @contextmanager
-    def taken(self) -> Iterator[tuple[Tensor, Plus]]:
-        """Context that yields the sum that waits to who computes it; computed here if that fails."""
-        terms, total = self._terms, self._total
+    def taken(self) -> Iterator[tuple[Tensor, Plus, ExpertSums | None]]:
+        """Context that yields the sum that waits to who computes it; computed here if that fails.
+
+        If one of its terms waits too, the other is the addend.
+        """
+        terms, total, sums = found = self._taken()
         assert terms is not None
         assert total is not None
-        self._terms = self._total = None
+        first, second = terms if sums is None or terms[0] is sums.out else terms[::-1]
         try:
-            yield terms[0], Plus(terms[1], total)
+            yield first, Plus(second, total), sums
         except BaseException:
-            torch.add(*terms, out=total)
+            self._terms, self._total, self._of_experts = found
+            self.compute()
             raise
 
 
@@ -194,6 +232,12 @@ _active: ContextVar[WaitingSums | None] = ContextVar("hf_fastdecode_sums", defau
 def waiting_sums() -> WaitingSums | None:
     """The context of this thread, if any."""
     return _active.get()
+
+
+def sum_of_experts(sums: ExpertSums) -> Tensor:
+    """Sums of experts, which wait where sums do."""
+    waiting = waiting_sums()
+    return sums.added_up() if waiting is None else waiting.leave(sums)
 
 
 def _can_wait(first: Any, second: Any) -> bool:

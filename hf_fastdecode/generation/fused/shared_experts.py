@@ -20,6 +20,7 @@ from ...kernels.failures import KernelFailedError
 from ...kernels.row_products.config import fuses_products
 from .experts import EXPERTS, Form, computes_here, weights_of
 from .gated import GATED
+from .norms import sum_of_experts
 from .trial import FusedKind, Returns, by_kernel, function_key, is_plain, names_in, random, runs_fused, settings, twin
 
 _ROUTER, _EXPERTS, _SHARED = "gate", "experts", "shared_experts"
@@ -74,7 +75,7 @@ def _run(module: Any, form: Form, x: Tensor, *args: Any, **kwargs: Any) -> Tenso
     _, shares, chosen = module.gate(x)
     if refusal(rows, weights, chosen, shares) is None:
         with suppress(ValueError, KernelFailedError):
-            return experts(rows, weights, chosen, shares, form.gate, shared=shared).view_as(x)
+            return sum_of_experts(experts(rows, weights, chosen, shares, form.gate, shared=shared)).view_as(x)
     result: Tensor = of_rows(rows, chosen, shares).view_as(x) + of_all(x)  # the router has run
     return result
 

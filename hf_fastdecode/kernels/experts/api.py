@@ -12,7 +12,7 @@ pass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,54 @@ from torch import Tensor
 from ..ahead import launch_named
 from ..device import counters, overlap_options, power_of_two, shared_memory
 from ..failures import Kernel
-from ..pointwise.api import Activation
+from ..pointwise.api import Activation, NormForm, Plus
 from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_configs, most_items
 
 _PAIRS = 256  # that a program looks through at a time for those of its expert
 _COLUMNS = 256  # of a program that adds up
 _PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, with scores in half precision and in fp32
 _ROUTED = 32  # rows of a program of `route`
+
+
+class Norm(NamedTuple):
+    """A norm of what experts add to their layer's input."""
+
+    plus: Plus  # that input, and memory for the sum, in the dtype of the experts' output
+    weight: Tensor  # ``[hidden]``, contiguous
+    eps: float
+    form: NormForm
+
+
+class ExpertSums(NamedTuple):
+    """Products of the experts of rows, which `added_up` adds up."""
+
+    products: Tensor  # ``[pairs, hidden]`` fp32, and those of experts of all rows, expert by expert
+    chosen: Tensor  # ``[rows, experts_per_row]``
+    shares: Tensor  # likewise
+    experts: int  # of the layer
+    out: Tensor  # memory for the sums ``[..., hidden]``, contiguous
+
+    def added_up(self, norm: Norm | None = None) -> Tensor:
+        """The sums; with a norm, of up to `MOST_COLUMNS` columns: the norm of sum and addend, ``[..., hidden]``."""
+        (rows, per_row), out, columns = self.chosen.shape, self.out, self.products.shape[1]
+        normed = out if norm is None else torch.empty_like(out)
+        of_norm = (None,) * 4 if norm is None else (*norm.plus, norm.weight, normed)
+        block = _COLUMNS if norm is None else power_of_two(columns)
+        _launch(
+            "add_up",
+            (rows, -(-columns // block)),
+            *(self.products, self.chosen, self.shares, out, *of_norm, 0.0 if norm is None else norm.eps),
+            EXPERTS=self.experts,
+            COLUMNS=columns,
+            PAIRS_PER_ROW=per_row,
+            SHARED=(len(self.products) - rows * per_row) // rows,
+            NORMED=norm is not None,
+            ROUNDING=None if norm is None else norm.form.value,
+            BLOCK_C=block,
+            num_warps=min(16, max(4, block // 256)),
+            **overlap_options(out.device),
+        )
+        return normed
 
 
 def experts(
@@ -39,8 +80,8 @@ def experts(
     configs: Configs | None = None,
     *,
     shared: Shared | None = None,
-) -> Tensor:
-    """The sum over a row's experts of ``share * down(gate(gate_up(x)))``.
+) -> ExpertSums:
+    """``down(gate(gate_up(x)))`` of each row's experts.
 
     Args:
         x: ``[rows, hidden]``; see `config.refusal` for what is served.
@@ -50,12 +91,9 @@ def experts(
         gate: The function between both products.
         configs: Launch parameters; those of `choose_configs` when None.
         shared: Experts of all rows, whose share is 1; see `config.shared_refusal`.
-
-    Returns:
-        ``[rows, hidden]`` in the dtype of `x`.
     """
     more = 0 if shared is None else shared.count(weights.inner)
-    device, pairs, per_row = x.device, chosen.numel(), chosen.shape[1]
+    device, pairs = x.device, chosen.numel()
     if configs is None:
         configs = choose_configs(pairs, weights, shared_memory(device))
     x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
@@ -64,23 +102,10 @@ def experts(
     all_pairs = pairs + more * len(x)
     hidden = torch.empty(all_pairs, weights.inner, dtype=x.dtype, device=device)
     results = torch.empty(all_pairs, weights.hidden, dtype=torch.float32, device=device)
-    out = torch.empty_like(x)
     lists = (chosen, items)
     _multiply(x, weights.gate_up, weights.gate_up_bias, hidden, lists, weights, configs, gate, shared)
     _multiply(hidden, weights.down, weights.down_bias, results, lists, weights, configs, None, shared)
-    _launch(
-        "add_up",
-        (len(x), -(-weights.hidden // _COLUMNS)),
-        *(results, chosen, shares, out),
-        EXPERTS=weights.experts,
-        COLUMNS=weights.hidden,
-        PAIRS_PER_ROW=per_row,
-        SHARED=more,
-        BLOCK_P=power_of_two(per_row),
-        BLOCK_C=_COLUMNS,
-        **overlap_options(device),
-    )
-    return out
+    return ExpertSums(results, chosen, shares, weights.experts, torch.empty_like(x))
 
 
 def _launch(name: str, grid: tuple[int, ...], x: Tensor, /, *arguments: Any, **options: Any) -> bool:

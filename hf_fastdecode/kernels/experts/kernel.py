@@ -12,7 +12,7 @@ launch. Each program multiplies a part of the width; the last to arrive adds all
 import triton
 import triton.language as tl
 
-from ..pointwise.kernel import SILU, activated, follow_previous
+from ..pointwise.kernel import SILU, activated, follow_previous, normalized
 
 LEAST = tl.constexpr(-(1 << 63))  # of 64-bit integers
 
@@ -171,32 +171,48 @@ def products(
 @triton.jit
 def add_up(
     products,  # [pairs, COLUMNS] fp32, and those of SHARED experts of all rows, expert by expert
-    chosen,  # [pairs], as of `list_pairs`: what is left out there is not read here
+    chosen,  # [pairs], as of `pairs_of`: what is left out there was not written
     shares,  # [pairs]
     out,  # [pairs // PAIRS_PER_ROW, COLUMNS]
+    addend,  # as out; not read without NORMED
+    total,  # as out: out + addend, rounded; not written without NORMED
+    weight,  # [COLUMNS], of the norm; not read without NORMED
+    normed,  # as out: the norm of the total; not written without NORMED
+    eps,
     EXPERTS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     SHARED: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # at least PAIRS_PER_ROW
-    BLOCK_C: tl.constexpr,
+    NORMED: tl.constexpr,
+    ROUNDING: tl.constexpr,  # of NormForm; not read without NORMED
+    BLOCK_C: tl.constexpr,  # at least COLUMNS if NORMED
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    column, index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_P)
-    pair, kept = row * PAIRS_PER_ROW + index, column < COLUMNS
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    kept = column < COLUMNS
     follow_previous(PDL)
-    expert = tl.load(chosen + pair, mask=index < PAIRS_PER_ROW, other=-1)
-    there = (expert >= 0) & (expert < EXPERTS)
-    share = tl.load(shares + pair, mask=there, other=0.0).to(tl.float32)
-    at = pair[:, None] * COLUMNS + column[None, :]
-    numbers = tl.load(products + at, mask=there[:, None] & kept[None, :], other=0.0)
-    result = tl.sum(numbers * share[:, None], 0)
-    rows = tl.num_programs(0)
+    result = tl.zeros((BLOCK_C,), tl.float32)
+    for index in tl.static_range(PAIRS_PER_ROW):
+        pair = row * PAIRS_PER_ROW + index
+        expert, share = tl.load(chosen + pair), tl.load(shares + pair).to(tl.float32)
+        # Also where nothing was written, so that no load waits for another.
+        numbers = tl.load(products + pair * COLUMNS + column, mask=kept, other=0.0)
+        result += tl.where((expert >= 0) & (expert < EXPERTS), numbers * share, 0.0)
     for number in tl.static_range(SHARED):
         at = (rows * (PAIRS_PER_ROW + number) + row) * COLUMNS + column
         result += tl.load(products + at, mask=kept, other=0.0)
-    tl.store(out + row * COLUMNS + column, result.to(out.dtype.element_ty), mask=kept)
+    at = row * COLUMNS + column
+    dtype: tl.constexpr = out.dtype.element_ty
+    rounded = result.to(dtype)
+    tl.store(out + at, rounded, mask=kept)
+    if NORMED:
+        values = rounded.to(tl.float32) + tl.load(addend + at, mask=kept, other=0.0).to(tl.float32)
+        values = values.to(dtype)
+        tl.store(total + at, values, mask=kept)
+        factor = tl.load(weight + column, mask=kept, other=0.0).to(tl.float32)
+        norm = normalized(values.to(tl.float32)[None, :], factor[None, :], eps, COLUMNS, ROUNDING, dtype)
+        tl.store(normed + at[None, :], norm, mask=kept[None, :])
 
 
 @triton.jit

@@ -24,6 +24,15 @@ def experts(x: Tensor, weights: Weights, chosen: Tensor, shares: Tensor, gate: G
     return out
 
 
+def added_up(products: Tensor, chosen: Tensor, shares: Tensor, experts: int) -> Tensor:
+    """See `api.ExpertSums`; in fp32."""
+    rows, per_row = chosen.shape
+    own, of_all = products.split([rows * per_row, len(products) - rows * per_row])
+    there = (chosen >= 0) & (chosen < experts)
+    weighted = torch.where(there[..., None], own.view(rows, per_row, -1) * shares[..., None], 0)
+    return weighted.sum(1) + of_all.view(-1, *weighted[:, 0].shape).sum(0)
+
+
 def shared_experts(x: Tensor, shared: Shared, gate: Gate) -> Tensor:
     """What `api.experts` adds for experts of all rows."""
     weights = Weights(torch.cat(shared[:2])[None], shared.down[None])

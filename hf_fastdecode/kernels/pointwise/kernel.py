@@ -20,6 +20,13 @@ def follow_previous(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def normalized(values, factor, eps, COLUMNS: tl.constexpr, ROUNDING: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of fp32 rows ``[rows, columns]``, which are 0 beyond COLUMNS, by a weight ``[1, columns]`` in fp32."""
+    mean = tl.sum(values * values, 1) / COLUMNS
+    return weighted(values * tl.rsqrt(mean + eps)[:, None], factor, dtype, ROUNDING)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def normalize(
     x,  # [rows, COLUMNS], contiguous
@@ -47,9 +54,7 @@ def normalize(
         tl.store(total + at, values, mask=kept)
         values = values.to(tl.float32)
     factor = tl.load(weight + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
-    mean = tl.sum(values * values, 1) / COLUMNS
-    values = values * tl.rsqrt(mean + eps)[:, None]
-    tl.store(out + at, weighted(values, factor, out.dtype.element_ty, ROUNDING), mask=kept)
+    tl.store(out + at, normalized(values, factor, eps, COLUMNS, ROUNDING, out.dtype.element_ty), mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 
 from hf_fastdecode.kernels.experts import api as grouped
-from hf_fastdecode.kernels.experts.api import experts, largest, route
+from hf_fastdecode.kernels.experts.api import Norm, experts, largest, route
 from hf_fastdecode.kernels.experts.config import MOST_OF_AN_EXPERT, MOST_PAIRS, Gate, Routing, Shared, Weights
 from hf_fastdecode.kernels.latent_queries.api import Angles, Rotation, absorb
 from hf_fastdecode.kernels.pointwise.api import (
@@ -17,6 +17,7 @@ from hf_fastdecode.kernels.pointwise.api import (
     GatedNormForm,
     HeadNorms,
     NormForm,
+    Plus,
     RotaryForm,
     gated,
     gated_gradients,
@@ -120,11 +121,13 @@ def run_experts() -> None:
             shares = made(rows, per_row, dtype=dtype)
             layouts = ((*biases, True, True), (*biases, True, False)) if transposed else ((None, None, False, False),)
             for layout, activation in product(layouts, Activation):
-                experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+                sums = experts(x, Weights(*parts, *layout), chosen, shares, Gate(activation))
+                for norm in (None, *(Norm(Plus(x, x), made(hidden, dtype=dtype), 1e-6, form) for form in NormForm)):
+                    sums.added_up(norm)
             if not transposed:
                 joint = made(2 * inner, hidden, dtype=dtype)
                 shared = Shared(joint, joint, made(hidden, 2 * inner, dtype=dtype))
-                experts(x, Weights(*parts), chosen, shares, Gate(Activation.SILU), shared=shared)
+                experts(x, Weights(*parts), chosen, shares, Gate(Activation.SILU), shared=shared).added_up()
         largest(made(3, count, dtype=dtype), per_row)
         x, pairs = made(3, hidden, dtype=dtype), 3 * per_row
         chosen = made(3, per_row, dtype=torch.int64)
