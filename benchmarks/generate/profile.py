@@ -20,7 +20,7 @@ from .measure import Bench
 from .ways import GenerateWay, find_way, using
 
 _PATTERNS = {
-    "products": r"gemm|gemv|nvjet|cutlass|xmma|splitk|products?\b|opened|add_up|list_pairs|route\b|absorb",
+    "products": r"gemm|gemv|nvjet|cutlass|xmma|splitk|products?\b|opened|add_up|route\b|absorb",
     "attention": r"node_partials|attend|merge|flash|fmha|attention|causal|slim_partials|append_token|cudnn_generated",
     "pointwise": r"normaliz|rotate|gate\b|layer_norm|rms|silu|gelu|\bcos_|\bsin_",
     "sampling": r"sample|softmax|topk|sort|multinomial|column_totals|argmax",

@@ -166,6 +166,7 @@ def mix() -> None:
     for transposed in (False, True):
         layout = {"transposed": transposed, "interleaved": transposed, "biased": True}
         test_experts.test_experts(33, layout, "silu", HALF)
+    test_experts.test_sums_and_their_norm(5, 2, test_experts.NormForm.WHOLE, HALF)
     test_experts.test_largest(5, 33, 8, HALF)
     test_experts.test_experts_of_all_rows(33, 3, "silu", HALF)
     test_experts.test_route(5, 33, 300, HALF)

@@ -65,7 +65,7 @@ class ExpertSums(NamedTuple):
             NORMED=norm is not None,
             ROUNDING=None if norm is None else norm.form.value,
             BLOCK_C=block,
-            num_warps=min(16, max(4, block // 256)),
+            num_warps=min(16, max(4, block // 128)),  # one load of 16 bytes a pair and thread
             **overlap_options(out.device),
         )
         return normed
