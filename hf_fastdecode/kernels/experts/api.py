@@ -21,6 +21,7 @@ from torch import Tensor
 from ..ahead import launch_named
 from ..device import counters, overlap_options, power_of_two, shared_memory
 from ..failures import Kernel
+from ..limits import refused
 from ..pointwise.api import Activation, NormForm, Plus
 from .config import Config, Configs, Gate, Routing, Shared, Weights, choose_configs, most_items
 
@@ -51,6 +52,8 @@ class ExpertSums(NamedTuple):
     def added_up(self, norm: Norm | None = None) -> Tensor:
         """The sums; with a norm, of up to `MOST_COLUMNS` columns: the norm of sum and addend, ``[..., hidden]``."""
         (rows, per_row), out, columns = self.chosen.shape, self.out, self.products.shape[1]
+        if norm is not None and (norm.weight.shape != (columns,) or not norm.weight.is_contiguous()):
+            raise refused(f"a norm of {columns} columns takes a contiguous weight of as many", norm.weight)
         normed = out if norm is None else torch.empty_like(out)
         of_norm = (None,) * 4 if norm is None else (*norm.plus, norm.weight, normed)
         block = _COLUMNS if norm is None else power_of_two(columns)
