@@ -41,7 +41,8 @@ def ratios_table(rows: Sequence[Measurement]) -> str:
     )
     note += f"if any, tokens with a ratio outside 0.9 to 1.1. At least {fewest:,} tokens each, "
     parts = f"{first['passes']} mini-batches" if int(first["passes"]) > 1 else "one mini-batch"
-    note += f"{first['rows']} completions in {parts}; {first['program']} (TRL {first['trl']}); "
+    counts = " or ".join(map(str, sorted({int(row["rows"]) for row in rows})))
+    note += f"{counts} completions in {parts}; {first['program']} (TRL {first['trl']}); "
     note += f"{first['device']}, torch {first['torch']}, transformers {first['transformers']}."
     return markdown(["model", "precision", "trained", *(_WAYS[way] for way in ways)], lines, note)
 
@@ -74,9 +75,12 @@ def _agreement(row: Measurement) -> str:
 def draw_ratios(rows: Sequence[Measurement], path: Path) -> Path:
     """Draw histograms of ratios, a line of panels for each model and precision: of steps, and of a trainer's pass.
 
-    Where routing was replayed as well, a line is drawn over the bars.
+    All weights are trained, or if no row of a model is of that, what its rows say. Where routing was replayed as well,
+    a line is drawn over the bars.
     """
-    cases = by([row for row in rows if row["tokens"] and row["weights"] == "all"], "model", "precision")
+    whole = {row["model"] for row in rows if row["weights"] == "all"}
+    drawn = [row for row in rows if row["tokens"] and (row["weights"] == "all" or row["model"] not in whole)]
+    cases = by(drawn, "model", "precision")
     cases = [of_way for of_way in cases if set(_DRAWN) <= of_way.keys()]
     names = [name for name in rows[0] if name.startswith(_BIN)]
     title = f"Tokens by the ratio of a trainer's probability to the sampler's, minus 1; {rows[0]['device']}"
@@ -103,4 +107,7 @@ def _draw_panel(axis: Any, of_way: dict[str, Measurement], way: str, names: Sequ
     axis.set_yscale("log")
     axis.set_ylim(0.5, 2 * max(int(one[name]) for one in of_way.values() for name in names))
     axis.set_ylabel("tokens", fontsize=8)
-    axis.set_title(f"{row['model']}, {row['precision']}: {float(row['same_bits']):.0%} have the same bits", fontsize=9)
+    trained = "" if row["weights"] == "all" else f", {row['weights']}"
+    axis.set_title(
+        f"{row['model']}, {row['precision']}{trained}: {float(row['same_bits']):.0%} have the same bits", fontsize=9
+    )
