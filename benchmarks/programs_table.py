@@ -38,7 +38,6 @@ _ROLLOUT_WAYS: Final = {
 
 
 CLIENTS: Final[dict[str, tuple[Callable[[Measurement], bool], str]]] = {
-    "training": (lambda row: row["program"].startswith("TRL"), "weights"),
     "evaluation": (lambda row: row["program"] in ("lm-eval", "evalplus", "pipeline"), "samples"),
     "programs": (lambda row: row["model"] == "embedded", "results"),
     "scoring": (lambda _: True, "scores"),
