@@ -27,7 +27,7 @@ def test_explain_reads_as_text(model):
         assert report.last_call.nbytes.stored == (80 + 3 * 5) * per_token
         assert report.last_call.nbytes.stock == 3 * 85 * per_token
         model.generate(**PROMPT, use_cache=False, max_new_tokens=2)
-        assert "stock (use_cache=False)" in str(fd.explain(model))
+        assert "stock (use_cache=False; pass use_cache=True)" in str(fd.explain(model))
         model.generate(**PROMPT, num_beams=2, max_new_tokens=2)
         text = str(fd.explain(model))
         assert "steps: eager (the model must be on one CUDA device, got" in " ".join(text.split())

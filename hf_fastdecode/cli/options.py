@@ -44,8 +44,9 @@ Device = Annotated[str, typer.Option(help="`auto` (the first GPU, else the CPU),
 # Drawing
 TEMPERATURE: Final = 0.8
 TOP_P: Final = 0.95
+TEMPERATURE_HELP: Final = "Divides the logits; above 0."
 TOP_P_HELP: Final = "Draw from the smallest set of tokens of this probability; 1 is off."
-Temperature = Annotated[float, typer.Option(help="Divides the logits; above 0.")]
+Temperature = Annotated[float, typer.Option(help=TEMPERATURE_HELP)]
 TopP = Annotated[float, typer.Option(help=TOP_P_HELP)]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens in one completion.")]
 Seed = Annotated[int, typer.Option(help="Seed of torch's random generator; the same seed draws the same completions.")]
@@ -115,25 +116,26 @@ class Sampling:
 
     n: int = option(None, help="Completions of each prompt.", show_default=f"{SAMPLES}, with --greedy 1")
     max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = TEMPERATURE
-    top_p: TopP = TOP_P
+    temperature: float = option(None, help=TEMPERATURE_HELP, show_default=f"{TEMPERATURE}")
+    top_p: float = option(None, help=TOP_P_HELP, show_default=f"{TOP_P}")
     top_k: int = option(
-        0,
+        None,
         help="Draw from this many most likely tokens. 0 is off; transformers' default is 50, which cuts the "
         "tail without a word.",
+        show_default="0",
     )
     greedy: bool = option(False, "--greedy", help="Take the most likely token at each step.")
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        """Choose `n` where it is not given; an InputError for a value out of bounds, or against ``--greedy``."""
-        if vars(self)["n"] is None:  # as typer gives what is not given
-            object.__setattr__(self, "n", 1 if self.greedy else SAMPLES)
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if self.greedy and one.name in ("temperature", "top_p", "top_k") and value != one.default:
-                name = one.name.replace("_", "-")
-                raise InputError(f"--{name} {value:g} has no effect with --greedy; leave one of the two out")
+        """Set what is not given to its default; an InputError for a value out of bounds, or against ``--greedy``."""
+        defaults = {"n": 1 if self.greedy else SAMPLES, "temperature": TEMPERATURE, "top_p": TOP_P, "top_k": 0}
+        for name, default in defaults.items():
+            if (value := vars(self)[name]) is None:  # as typer gives what is not given
+                object.__setattr__(self, name, default)
+            elif self.greedy and name != "n":
+                option = f"--{name.replace('_', '-')} {value:g}"
+                raise InputError(f"{option} has no effect with --greedy; leave one of the two out")
         check_count("n", self.n)
         check_count("max-new-tokens", self.max_new_tokens)
         check_sampling(self.temperature, self.top_p, self.seed, zero_is_greedy=False)

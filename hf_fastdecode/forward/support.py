@@ -63,13 +63,15 @@ def check_backward_hooks(walk: ModelWalk) -> None:
     """Raise `Unsupported` if hooks would see gradients of a packed row, or compute it again outside of its pass."""
     for hook in global_backward_hooks():
         if role_of(hook) is None:
-            raise Unsupported(f"all modules have a backward hook, {name_of(hook)}, {_WHY}")
+            raise Unsupported(f"all modules have a backward hook, {name_of(hook)}, {_WHY}", "remove it for the pass")
     for module in walk.modules:
         if any(defining_module(hook) == _COMPOSABLE_CHECKPOINT for hook in module._forward_pre_hooks.values()):
             raise Unsupported(f"{type(module).__name__} is checkpointed by {_COMPOSABLE_CHECKPOINT}")
         for hook in (*module._backward_hooks.values(), *module._backward_pre_hooks.values()):
             if role_of(hook) is None:
-                raise Unsupported(f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}")
+                raise Unsupported(
+                    f"{type(module).__name__} has a backward hook, {name_of(hook)}, {_WHY}", "remove it for the pass"
+                )
 
 
 def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ def check_settings(decoder: PreTrainedModel, structure: Structure, given: dict[s
     for output in ("output_attentions", "output_router_logits"):
         asked = given.get(output)
         if asked or (asked is None and getattr(decoder.config, output, False)):
-            raise Unsupported(f"{output}=True counts, or shows, each row's tokens")
+            raise Unsupported(f"{output}=True counts, or shows, each row's tokens", f"pass {output}=False")
     if given.get("position_ids") is None and any(hasattr(kind, _POSITIONS_OF_IDS) for kind in structure.walk.classes):
         raise Unsupported("its positions follow from ids, those of padding left out", "pass position_ids")
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):  # as by PyTorch's context parallelism

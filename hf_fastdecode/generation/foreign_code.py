@@ -40,22 +40,25 @@ _KNOWN_CODE = (
     *("kernels", "liger_kernel", "flash_attn", "fla", "apex", "transformer_engine"),
 )
 _WHY = "which would see prompts packed into one row"
+_REMOVE = "remove it for the call"
 
 
 def check_code(walk: ModelWalk) -> None:
     """Raise `Unsupported` if third-party hooks, modules or `forward`s would see packed prompts."""
     for hook in global_forward_hooks():
         if not _is_known_hook(hook):
-            raise Unsupported(f"all modules have a forward hook, {name_of(hook)}, {_WHY}")
+            raise Unsupported(f"all modules have a forward hook, {name_of(hook)}, {_WHY}", _REMOVE)
     # Custom model classes, also from the hub, define modules of their own.
     known = (*_KNOWN_CODE, type(walk.model).__module__)
     for module in walk.with_code:
         for hook in _hooks(module):
             if not _is_known_hook(hook):
-                raise Unsupported(f"{_where(walk, module)} has a forward hook, {name_of(hook)}, {_WHY}")
+                raise Unsupported(f"{_where(walk, module)} has a forward hook, {name_of(hook)}, {_WHY}", _REMOVE)
         for piece in own_code(module):
             if not _is_of(defining_module(piece), known):
-                raise Unsupported(f"{_where(walk, module)} has a forward of its own, {name_of(piece)}, {_WHY}")
+                raise Unsupported(
+                    f"{_where(walk, module)} has a forward of its own, {name_of(piece)}, {_WHY}", _REMOVE
+                )
     for kind, first in walk.classes.items():
         for method, default in ((kind.forward, None), (kind.__call__, nn.Module.__call__)):
             for piece in () if method is default else _with_wrapped(method):

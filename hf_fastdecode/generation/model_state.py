@@ -77,7 +77,11 @@ class ModelState:
         return self.structure.gathered(model, self.options)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()  # overrides are not pickled: the model loads as before `enable`
+        """None: overrides are not pickled, so that the model loads as before `enable`, also without this package."""
+        if self.owner is None:
+            then = "call hf_fastdecode.enable(model) on what is loaded"
+            self.log_once(f"a pickled model loads as it was before enable: {then}")
+        return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         twin = memo[id(self)] = object.__new__(ModelState)

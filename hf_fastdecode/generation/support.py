@@ -123,7 +123,8 @@ def _check_attention(name: str | None) -> None:
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
         if not module.startswith("transformers."):
             raise Unsupported(
-                f"its attention is {name!r} of {module}, which passes with shared context would not call"
+                f"its attention is {name!r} of {module}, which passes with shared context would not call",
+                "call model.set_attn_implementation('sdpa')",
             )
 
 
@@ -137,7 +138,7 @@ def check_state(walk: ModelWalk, *, keeps_cache: bool = True) -> None:
     splitting_groups(walk.parameters)  # raises for several
     training = [module for module in walk.modules if module.training]
     if keeps_cache and any(getattr(module, "gradient_checkpointing", False) for module in training):
-        raise Unsupported("gradient checkpointing in training mode drops the cache")
+        raise Unsupported("gradient checkpointing in training mode drops the cache", "call model.eval() for the call")
     check_noise(training)
     check_code(walk)
     check_quantized(walk)
@@ -319,19 +320,20 @@ def check_call(call: CallContext, mode: GenerationMode) -> None:
     if config.is_assistant:
         raise Unsupported("the model assists another one")
     if config.use_cache is False:
-        raise Unsupported("use_cache=False")
+        raise Unsupported("use_cache=False", "pass use_cache=True")
     if config.output_attentions:
-        raise Unsupported("output_attentions=True needs weights that fused attention does not compute")
+        raise Unsupported("output_attentions=True needs weights that fused attention lacks", "leave it out")
     _check_cache_implementation(config)
     _check_given_cache(call.arguments.get(CACHE), cross=bool(structure.layout.cross))
     check_arguments(call.arguments, _KNOWN_ARGUMENTS | arguments_of_decoders(model))
     if (kind := _adapter_with_keys(model)) is not None:
-        raise Unsupported(f"its adapter ({kind}) brings keys and values of its own")
+        raise Unsupported(f"its adapter ({kind}) brings keys and values of its own", "use another, such as LoRA")
     structure.kept("state", lambda: check_state(structure.walk))
     limit = rope_limit(structure.text_config)
     if limit is not None and config.max_length > limit:
         raise Unsupported(
-            f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}"
+            f"its position embedding changes beyond {limit} tokens, and max_length is {config.max_length}",
+            "lower max_new_tokens",
         )
 
 
@@ -356,7 +358,8 @@ def _check_given_cache(cache: object, *, cross: bool) -> None:
     if cache is None:
         return
     if not isinstance(cache, SharedContextCache):
-        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache")
+        remedy = "leave it out, or pass what hf_fastdecode.prefill returns"
+        raise Unsupported(f"{CACHE} is a {type(cache).__name__}, not a SharedContextCache", remedy)
     if cross:
         raise Unsupported(
             "the cache of a model with an encoder is of the inputs of its call, so that no call continues it"
@@ -371,7 +374,7 @@ def _check_cache_implementation(config: GenerationConfig) -> None:
     if kind in (None, "dynamic") or (kind == "static" and not config.return_dict_in_generate):
         return
     returned = ", and return_dict_in_generate returns that cache" if kind == "static" else ""
-    raise Unsupported(f"cache_implementation={kind!r} was requested{returned}")
+    raise Unsupported(f"cache_implementation={kind!r} was requested{returned}", "leave it out")
 
 
 def _adapter_with_keys(model: PreTrainedModel) -> str | None:

@@ -111,6 +111,7 @@ def test_public_names_load_when_used():
         ("generate --prompt x --temperature -1", "--temperature must be at least 1e-06"),
         ("generate --prompt x --top-p 2", "--top-p must be above 0 and at most 1, got 2"),
         ("generate --prompt x --greedy --n 2", "use --n 1"),
+        ("generate --prompt x --greedy --temperature 0.8", "--temperature 0.8 has no effect with --greedy"),
         ("generate --prompt x --prompt-file y", "were both given"),
         ("generate --prompt x --stock --explain", "leave one out"),
         ("generate --prompt x --stock --mode graph", "--mode graph is for hf_fastdecode"),

@@ -101,11 +101,14 @@ def test_defaults_depend_on_greedy():
     assert [Sampling(greedy=greedy).n for greedy in (False, True)] == [4, 1]
 
 
-@pytest.mark.parametrize("option", ["temperature", "top_p", "top_k"])
-def test_greedy_contradicts_sampling_options(option):
+@pytest.mark.parametrize(("option", "default"), [("temperature", 0.8), ("top_p", 0.95), ("top_k", 0)])
+def test_greedy_contradicts_sampling_options(option, default):
+    """Also one that is given as it is by default."""
     flag = "--" + option.replace("_", "-")
-    with pytest.raises(InputError, match=f"{flag} 1 has no effect with --greedy"):
-        Sampling(greedy=True, **{option: 1})
+    assert getattr(Sampling(greedy=True), option) == getattr(Sampling(), option) == default
+    for value in (1, default):
+        with pytest.raises(InputError, match=f"{flag} {value} has no effect with --greedy; leave one of the two out"):
+            Sampling(greedy=True, **{option: value})
 
 
 def test_greedy_samples_are_all_equal():

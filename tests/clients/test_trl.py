@@ -110,7 +110,7 @@ def test_online_dpo_turns_the_cache_off_with_gradient_checkpointing(tmp_path):
     options = {"max_steps": 1, "bf16": False, "shots": 1}
     default = train("online-dpo", tmp_path, enable=True, **options)
     (call,) = default.calls.made
-    assert (call.path, call.reason) == ("stock", "use_cache=False")
+    assert (call.path, call.reason) == ("stock", "use_cache=False; pass use_cache=True")
     cached = train("online-dpo", tmp_path, enable=True, generation_kwargs={"use_cache": True}, **options)
     assert cached.calls.paths == {"shared"}
 

@@ -152,7 +152,7 @@ def test_a_kept_cache_is_refused_while_a_hook_is_there(model):
     with fd.enabled(model):
         cache = fd.prefill(model, PROMPT)
         hook = model.model.layers[0].register_forward_hook(steer)
-        with pytest.raises(ValueError, match=r"cannot use a SharedContextCache: .* has a forward hook, .*steer"):
+        with pytest.raises(ValueError, match=r"cannot use a SharedContextCache: .* has a forward hook, .*; remove it"):
             model.generate(**PROMPT, **SAMPLING, **{CACHE: cache})
         hook.remove()
         assert model.generate(**PROMPT, **SAMPLING, **{CACHE: cache}).shape == (4, 88)

@@ -21,15 +21,15 @@ from ..tiny_models import VOCABULARY, ragged_prompts, tiny_model
 from .calls import PROMPT, SAMPLING, as_in_stock
 
 STOCK = {
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    "no-cache": ({"use_cache": False}, "use_cache"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "attention lacks; leave it out"),
+    "no-cache": ({"use_cache": False}, "use_cache=False; pass use_cache=True"),
     "static-cache": (
         {"cache_implementation": "static", "return_dict_in_generate": True},
-        "cache_implementation='static' was requested, and return_dict_in_generate returns that cache",
+        "cache_implementation='static' was requested, and return_dict_in_generate returns that cache; leave it out",
     ),
     "static-cache-of-beams": (
         {"cache_implementation": "static", "do_sample": False, "num_beams": 4},
-        "cache_implementation='static' was requested for the loop of generation mode 'beam_search'",
+        "cache_implementation='static' was requested for the loop of generation mode 'beam_search'; leave it out",
     ),
     "prompt-lookup": ({"prompt_lookup_num_tokens": 3, "num_return_sequences": 1}, "save 0 tokens"),
     "one-row": ({"num_return_sequences": 1}, "save 0 tokens"),
@@ -52,6 +52,11 @@ def test_what_cannot_share_runs_stock_and_says_so(name, caplog):
 def drawn(model, path, extra=None, prompt=PROMPT):
     """The report of samples that are stock's, and took this path."""
     return as_in_stock(model, lambda: model.generate(**prompt, **SAMPLING | (extra or {})), path)
+
+
+def test_a_cache_of_transformers_runs_stock(model):
+    call = as_in_stock(model, lambda: model.generate(**PROMPT, **SAMPLING, **{CACHE: DynamicCache()}), "stock")
+    assert "DynamicCache, not a SharedContextCache; leave it out, or pass what hf_fastdecode.prefill" in call.reason
 
 
 def test_a_static_cache_that_nobody_gets_is_a_shared_one(model):
@@ -94,7 +99,7 @@ def test_prompts_without_positions_share_as_models_count_them():
 def test_processes_that_must_keep_step_run_stock(model):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert "synced_gpus=True" in drawn(model, "stock", {"synced_gpus": True}).reason
+        assert "; use synced_gpus=False" in drawn(model, "stock", {"synced_gpus": True}).reason
     finally:
         torch.distributed.destroy_process_group()
 
@@ -111,7 +116,7 @@ def test_dynamic_rope_runs_stock_beyond_its_limit(entry):
     """Which transformers reads from the config, and not from its entry for RoPE."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0} | entry
     model = tiny_model("llama-gqa", max_position_embeddings=88, rope_parameters=rope)
-    assert "88" in drawn(model, "stock", {"max_new_tokens": 9}).reason
+    assert "89; lower max_new_tokens" in drawn(model, "stock", {"max_new_tokens": 9}).reason
     drawn(model, "shared", {"max_new_tokens": 8})
 
 
@@ -119,7 +124,7 @@ def test_dynamic_rope_runs_stock_beyond_its_limit(entry):
 def test_a_given_cache_never_runs_stock(model, arguments):
     """Not even an empty one, found out in the arguments, the prompts or the first pass of another loop."""
     refused = (
-        ({"use_cache": False}, f"use_cache=False; leave {CACHE} out"),
+        ({"use_cache": False}, "use_cache=False; pass use_cache=True"),
         ({"attention_mask": torch.tensor([[1] * 79 + [0]])}, "a prompt ends in padding; set padding_side='left'"),
     )
     for given, message in refused:

@@ -102,3 +102,22 @@ def test_other_tokens_are_refused(model):
         log_probs.of(tokens)
     with pytest.raises(ValueError, match="a new TokenLogProbs to each call"):
         TokenLogProbs().of(tokens)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"log_probs": "trainer"}], ids=["stock", "steps", "trainer"])
+def test_tokens_of_another_call_are_refused(model, options):
+    """Of the same shape, too; its first tokens alone are this call's."""
+    log_probs = TokenLogProbs()
+    if options is not None:
+        fd.enable(model, min_saved_tokens=1, **options)
+    arguments = {"do_sample": False, "max_new_tokens": 4}
+    tokens = model.generate(**PROMPTS, logits_processor=[log_probs], **arguments)[:, WIDTH:]
+    fd.disable(model)
+    found, other = log_probs.of(tokens), tokens.clone()
+    other[1, 2] += 1
+    with pytest.raises(ValueError, match=rf"token 2 of row 1 is {other[1, 2]}, .* {tokens[1, 2]}; pass what generate"):
+        log_probs.of(other)
+    assert torch.equal(log_probs.of(other[:, :2].int()), found[:, :2])
+    again = model.generate(**PROMPTS, logits_processor=[log_probs], **arguments)[:, WIDTH:]
+    with pytest.raises(ValueError, match="a new TokenLogProbs to each call"):
+        log_probs.of(again)

@@ -166,7 +166,7 @@ class _TrainerLogProbs:
         processes = sequences is not output and not self.sampler.needs_all_rows
         raw, processed = self._of(sequences, processes=processes)
         for recorder in self.recorders:
-            recorder.take(raw)
+            recorder.take(raw, sequences[:, self.width :])
         if sequences is output:
             return output
         return FastDecodeOutput(**{**output, "logprobs": raw, "processed_logprobs": processed if processes else None})

@@ -135,7 +135,7 @@ class Loop:
 
     def _recorded(self, wave: Wave) -> Wave:
         if self.log_probs is not None:
-            self.log_probs.take(torch.stack(wave.logprobs, dim=1))
+            self.log_probs.take(torch.stack(wave.logprobs, dim=1), wave.tokens[:, self.prompts.shape[1] :])
         return wave
 
     def _refilled(self, at_once: int) -> Wave:

@@ -443,6 +443,7 @@ class TokenLogProbs(LogitsProcessor):
     def __init__(self, on_step: Callable[[int], None] = lambda drawn: None):
         self.on_step = on_step
         self._drawn: list[Tensor] = []  # [rows, 1] or [rows, steps] each
+        self._tokens = torch.empty(1, 0, dtype=torch.long)  # [rows, steps] whose log-probabilities these are
         self._latest: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -454,6 +455,7 @@ class TokenLogProbs(LogitsProcessor):
         self._note(input_ids[:, -1:])
         self.before_draw(scores, len(self._drawn))
         self._latest = scores.float().log_softmax(-1)
+        self._tokens = input_ids[:, input_ids.shape[1] - len(self._drawn) :]
         return scores
 
     def before_draw(self, logits: Tensor, drawn: int) -> None:
@@ -462,9 +464,9 @@ class TokenLogProbs(LogitsProcessor):
             raise NotFiniteError
         self.on_step(drawn)
 
-    def take(self, log_probs: Tensor) -> None:
-        """Set ``[rows, steps]`` float32 log-probabilities gathered by a decoding loop."""
-        self._drawn, self._latest = [log_probs], None
+    def take(self, log_probs: Tensor, tokens: Tensor) -> None:
+        """Set ``[rows, steps]`` float32 log-probabilities gathered by a decoding loop, and their int64 tokens."""
+        self._drawn, self._tokens, self._latest = [log_probs], tokens, None
 
     def of(self, tokens: Tensor) -> Tensor:
         """Log-probabilities of the tokens that the call sampled.
@@ -477,18 +479,26 @@ class TokenLogProbs(LogitsProcessor):
 
         Raises:
             NotFiniteError: One is NaN.
-            ValueError: The call sampled fewer tokens, or other rows.
+            ValueError: The call sampled fewer tokens, or others.
         """
         if self._latest is not None and sum(part.shape[1] for part in self._drawn) < tokens.shape[1]:
             self._note(tokens[:, -1:])  # unless the GPU ran an extra step, which generate dropped
         found = torch.cat(self._drawn, dim=1) if self._drawn else tokens.new_empty(*tokens.shape[:1], 0).float()
+        remedy = "pass what generate returned without the prompts, and a new TokenLogProbs to each call"
         if len(found) != len(tokens) or found.shape[1] < tokens.shape[1]:
             raise ValueError(
                 f"got tokens of shape {tuple(tokens.shape)}, and log-probabilities of shape {tuple(found.shape)} were "
-                "gathered; pass what generate returned without the prompts, and a new TokenLogProbs to each call"
+                f"gathered; {remedy}"
             )
         found = found[:, : tokens.shape[1]]
-        if bool(found.isnan().any()):
+        sampled = self._tokens[:, : tokens.shape[1]].to(found.device)
+        differ = sampled != tokens[:, : sampled.shape[1]].to(found.device)
+        no_number, others = torch.stack([found.isnan().any(), differ.any()]).tolist()  # waits for the GPU once
+        if others:
+            row, step = differ.nonzero()[0].tolist()
+            what = f"token {step} of row {row} is {int(tokens[row, step])}"
+            raise ValueError(f"{what}, and the call sampled {int(sampled[row, step])}; {remedy}")
+        if no_number:
             raise NotFiniteError
         return found
 

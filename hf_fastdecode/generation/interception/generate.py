@@ -97,7 +97,7 @@ def prepare_cache_for_generation(model_state: ModelState, model: PreTrainedModel
             call.inputs.check(model, call.structure, mode)
         check_sequence_parallel(model, call.structure, longest=max_cache_length + 1)
         if loop is not None and config.cache_implementation == "static":
-            raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}")
+            raise Unsupported(f"cache_implementation='static' was requested for the loop of {loop}", "leave it out")
     if call.runs_stock:
         call.require_same_draws("transformers")
         call.enter_stock_loop()
@@ -166,7 +166,7 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
     if active_call.recorder is not None and (loop := other_loop(call, mode)) is not None:
         raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
     if active_call.model is call.model and active_call.synced_gpus:
-        raise Unsupported("synced_gpus=True: all processes must run the same number of forward passes")
+        raise Unsupported("synced_gpus=True: all processes must run as many forward passes", "use synced_gpus=False")
 
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:

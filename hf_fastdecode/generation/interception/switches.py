@@ -251,7 +251,9 @@ def _require_plain(module: nn.Module, name: str) -> None:
     replaced = own_method(module, "forward") is not None or {"_hf_hook", "_call_impl"} & own.keys()
     state = own.get(STATE_ATTRIBUTE)  # of a decoder, whose override may have replaced one
     if replaced or (state is not None and state.methods.wraps("forward")) or not all(map(is_capturable, hooks)):
-        raise Unsupported(f"{kind.__name__} has a hook or a forward of its own, which would not run")
+        raise Unsupported(
+            f"{kind.__name__} has a hook or a forward of its own, which would not run", "remove it for the call"
+        )
     if replaced_calls.otherwise(module, _attribute(name)) is not None:
         what = "compiled call" if name == "forward" else f"{name} of its own"
         raise Unsupported(f"{kind.__name__} has a {what}, which would not run")

@@ -153,7 +153,7 @@ class FirstPassPrompts:
         )
         asked = arguments.get("logits_to_keep")
         if isinstance(asked, Tensor):
-            raise Unsupported("logits_to_keep is a tensor of positions")
+            raise Unsupported("logits_to_keep is a tensor of positions", "pass a number")
         wanted = min(asked or prompts.width, prompts.width)  # 0 and None mean all
         new_tokens, recompute = max(0, self.longest - prompts.width), prompts.width if hidden else wanted
         plan = plan_call(call, prompts, Request(new_tokens, wanted, recompute))
@@ -168,7 +168,7 @@ class FirstPassPrompts:
         if arguments.get(_RETURNS_KEYS):
             raise Unsupported(f"its drafter reads each row's keys and values ({_RETURNS_KEYS}=True)")
         if arguments.get("return_dict") is False:
-            raise Unsupported("return_dict=False was requested")
+            raise Unsupported("return_dict=False was requested", "leave it out")
         if arguments.get(call.names.ids) is None and call.given is not None:
             raise Unsupported("its tokens cannot be compared with inputs_embeds")
 

@@ -301,7 +301,7 @@ def _require_rows(positions: Positions, rows: int) -> None:
 def _require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     counts = reads_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
-        raise Unsupported("without position_ids, models count the padding of prompts in positions")
+        raise Unsupported("without position_ids, models count the padding of prompts in positions", "give them")
 
 
 def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
@@ -314,7 +314,7 @@ def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:
             return (
                 f"{type(model).__name__} makes position_ids of its own, of shape {shape}, which are not followed yet"
             )
-    return "position_ids are not those of the attention mask"
+    return "position_ids are not those of the attention mask; leave them out"
 
 
 def _check_unkept(call: CallContext, *, hidden: bool) -> None:
