@@ -62,3 +62,9 @@ def test_losses_are_those_of_stock(options, scored, tmp_path):
         kept = one["completion_mask"] > 0
         old, drawn = (one[name][kept] for name in ("old_per_token_logps", "sampling_per_token_logps"))
         assert (old - drawn).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("enable", "remedy"), [(True, 'with log_probs="trainer"'), (False, r"enable\(model\)")])
+def test_a_rollout_without_them_says_what_to_do(enable, remedy, tmp_path):
+    with pytest.raises(ValueError, match=remedy):
+        train_scored("grpo", tmp_path, enable=enable, rollout_func=rollout_of_page())
