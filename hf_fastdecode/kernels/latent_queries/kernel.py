@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The kernel of `api.absorb`: a program multiplies some rows of one head by a block of its weights.
 
-The first block's programs rotate their head's queries too. Those of one more head normalize some rows' latents and
-rotate their keys.
+It also rotates the head's queries of a few of these rows, and other blocks those of the others: a program that rotated
+all would end last. Programs of one more head normalize a few rows' latents and rotate their keys.
 """
 
 import triton
@@ -78,19 +78,21 @@ def absorb(
     BLOCK_M: tl.constexpr,  # rows of a program
     BLOCK_N: tl.constexpr,  # elements of a latent, of a program
     BLOCK_K: tl.constexpr,  # at least KEY
-    BLOCK_R: tl.constexpr,  # rows whose latents a program normalizes: together as many as BLOCK_M, or more
+    BLOCK_R: tl.constexpr,  # rows that a block rotates or normalizes: blocks take as many as BLOCK_M, or more
     BLOCK_L: tl.constexpr,  # at least LATENT
     BLOCK_D: tl.constexpr,  # at least ROTARY / 2
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
     head, block = tl.program_id(0), tl.program_id(1)
     first_row = tl.program_id(2) * BLOCK_M
+    of_block = first_row + block * BLOCK_R + tl.arange(0, BLOCK_R)
     angles, pair = (cos, sin, angle_stride, angle_step), tl.arange(0, BLOCK_D)[None, :]
     if head < HEADS:
         weight += head.to(tl.int64) * (KEY + VALUE) * LATENT
         multiply_head(
             (query, weight, absorbed, plain),
             first_row + tl.arange(0, BLOCK_M),
+            of_block,
             (rows, head, block),
             angles,
             pair,
@@ -109,7 +111,7 @@ def absorb(
     else:
         make_stored(
             (compressed, factor, latents, keys),
-            first_row + block * BLOCK_R + tl.arange(0, BLOCK_R),
+            of_block,
             (rows, eps),
             angles,
             pair,
@@ -128,6 +130,7 @@ def absorb(
 def multiply_head(
     tensors,  # query, the head's weights, absorbed, plain
     row,
+    of_block,  # rows whose queries this block rotates
     numbers,  # rows, the head, and the block of a latent
     angles,
     pair,
@@ -145,22 +148,23 @@ def multiply_head(
 ):
     query, weight, absorbed, plain = tensors
     rows, head, block = numbers
-    row = row[:, None].to(tl.int64)
+    row, of_block = row[:, None].to(tl.int64), of_block[:, None].to(tl.int64)
     within, column = tl.arange(0, BLOCK_K), block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     at, kept = within[:, None] * LATENT + column, (within < KEY)[:, None] & (column < LATENT)
     weights = tl.load(weight + at, mask=kept, other=0.0)
     follow_previous(PDL)
     there, number = row < rows, row * HEADS + head
-    from_query, to = number * (KEY + ROTARY), number * (LATENT + ROTARY)
-    at, kept = from_query + within[None, :], there & (within < KEY)[None, :]
+    at, kept = number * (KEY + ROTARY) + within[None, :], there & (within < KEY)[None, :]
     plain_part = tl.load(query + at, mask=kept, other=0.0)
+    # Read before the product, so that both wait for memory together.
+    rotates, of_head = of_block < rows, of_block * HEADS + head
+    rest = of_head * (KEY + ROTARY) + KEY
+    pairs = rotated(query + rest, of_block, angles, rotates, pair, ROTARY, SECOND, PAIRS, ROUNDING)
     result = tl.dot(plain_part, weights).to(absorbed.dtype.element_ty)
-    tl.store(absorbed + to + column, result, mask=there & (column < LATENT))
-    if block == 0:
-        tl.store(plain + at, plain_part, mask=kept)
-        pairs = rotated(query + from_query + KEY, row, angles, there, pair, ROTARY, SECOND, PAIRS, ROUNDING)
-        store_pairs(absorbed + to + LATENT, pairs, pair, there, ROTARY, STAYS)
-        store_pairs(plain + from_query + KEY, pairs, pair, there, ROTARY, STAYS)
+    tl.store(absorbed + number * (LATENT + ROTARY) + column, result, mask=there & (column < LATENT))
+    store_pairs(absorbed + of_head * (LATENT + ROTARY) + LATENT, pairs, pair, rotates, ROTARY, STAYS)
+    store_pairs(plain + rest, pairs, pair, rotates, ROTARY, STAYS)
+    tl.store(plain + at, plain_part, mask=kept & (block == 0))
 
 
 @triton.jit
@@ -183,13 +187,13 @@ def make_stored(
     rows, eps = numbers
     row = row[:, None].to(tl.int64)
     dtype: tl.constexpr = latents.dtype.element_ty
-    follow_previous(PDL)
     there, element = row < rows, tl.arange(0, BLOCK_L)[None, :]
+    factors = tl.load(factor + element, mask=element < LATENT, other=0.0).to(tl.float32)
+    follow_previous(PDL)
     given, kept = row * (LATENT + ROTARY), there & (element < LATENT)
     values = tl.load(compressed + given + element, mask=kept, other=0.0).to(tl.float32)
-    mean = tl.sum(values * values, 1)[:, None] / LATENT
-    values = (values * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32)
-    values = values * tl.load(factor + element, mask=element < LATENT, other=0.0).to(tl.float32)
-    tl.store(latents + row * LATENT + element, values.to(dtype), mask=kept)
     pairs = rotated(compressed + given + LATENT, row, angles, there, pair, ROTARY, SECOND, PAIRS, ROUNDING)
     store_pairs(keys + row * ROTARY, pairs, pair, there, ROTARY, STAYS)
+    mean = tl.sum(values * values, 1)[:, None] / LATENT
+    values = (values * tl.rsqrt(mean + eps)).to(dtype).to(tl.float32) * factors
+    tl.store(latents + row * LATENT + element, values.to(dtype), mask=kept)
