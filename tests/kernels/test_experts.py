@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import batched_mm_experts_forward
 
@@ -249,6 +250,28 @@ def test_route_by_scores_in_fp32(rows: int, count: int, groups: int, kept: int, 
         torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-6)
     assert routing_refusal(x, weight, bias, corrected._replace(groups=5)) is not None
     assert routing_refusal(x, weight, None, corrected) is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [2048, 7168])
+def test_scores_in_fp32_are_near_fp64(width: int, dtype: torch.dtype) -> None:
+    """Error at most twice that of PyTorch's products in fp32, of elements of equal and mixed magnitudes and signs."""
+    routing = Routing(6, first=True, whole=True, wide=True)
+    for mixed, positive, wide in product((False, True), (False, True), (False, True)):
+        x, weight = (random(count, width, seed=count) for count in (100, 64))
+        if mixed:
+            x, weight = (part * torch.exp2(2 * random(*part.shape, seed=width)) for part in (x, weight))
+        if positive:
+            x, weight = x.abs(), weight.abs()
+        x, weight = x.to(dtype), (weight / width**0.5).to(torch.float32 if wide else dtype)
+        exact = x.double() @ weight.double().T
+        error, of_pytorch = (
+            one.double() - exact for one in (route(x, weight, None, routing)[0], F.linear(x.float(), weight.float()))
+        )
+        case = f"{mixed=} {positive=} {wide=}"
+        assert error.norm() <= 2 * of_pytorch.norm(), case
+        assert error.abs().max() <= 2 * of_pytorch.abs().max(), case
 
 
 def test_indices_of_launches_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ _POSITIONS = 16  # that a program of `list_pairs` finds
 _COLUMNS = 256  # of a program that adds up
 _PART, _WIDE_PART = 256, 128  # elements of a row for a program of `route`, with scores in half precision and in fp32
 _ROUTED = 16  # rows of a program of `route`
+_SLICE = 16  # elements whose products are one instruction of a matrix unit
 
 
 def experts(
@@ -187,6 +188,7 @@ def route(
         BLOCK_M=block_rows,
         BLOCK_E=block_experts,
         BLOCK_K=part,
+        SLICE=_SLICE if routing.wide and weight.dtype != torch.float32 else part,
         BLOCK_T=power_of_two(routing.experts),
         PARTS=parts,
         num_warps=8 if part == _WIDE_PART else 4,  # four would spill registers

@@ -330,6 +330,17 @@ def in_kept_groups(score, expert, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, K
     return tl.where(kept, score, float("-inf") if TWO else 0.0)
 
 
+@triton.jit
+def slices(matrix, row, there, start, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr):
+    """Of rows of a contiguous matrix, BLOCK_K elements from `start`: a tuple of slices ``[rows, SLICE]``."""
+    found = ()
+    for first in tl.static_range(0, BLOCK_K, SLICE):
+        column = start + first + tl.arange(0, SLICE)
+        kept = there[:, None] & (column < WIDTH)[None, :]
+        found += (tl.load(matrix + row[:, None] * WIDTH + column[None, :], mask=kept, other=0.0),)
+    return found
+
+
 @triton.jit(do_not_specialize=["rows"])
 def route(
     x,  # [rows, WIDTH], contiguous
@@ -354,29 +365,32 @@ def route(
     BLOCK_M: tl.constexpr,  # rows of a block
     BLOCK_E: tl.constexpr,  # at least EXPERTS
     BLOCK_K: tl.constexpr,  # elements of a part
+    SLICE: tl.constexpr,  # elements whose products a matrix unit adds up: BLOCK_K, or fewer for scores in fp32
     BLOCK_T: tl.constexpr,  # at least COUNT
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # it starts while the previous kernel ends (programmatic dependent launch)
 ):
     part, block = tl.program_id(0), tl.program_id(1)
     of_block, expert = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
-    row, within = block * BLOCK_M + of_block, part * BLOCK_K + tl.arange(0, BLOCK_K)
+    row, start = block * BLOCK_M + of_block, part * BLOCK_K
     there, kept = row < rows, expert < EXPERTS
     partials += block * PARTS * BLOCK_M * BLOCK_E
     arrived += block
-    weights = tl.load(
-        weight + expert[:, None] * WIDTH + within[None, :], mask=kept[:, None] & (within < WIDTH)[None, :], other=0.0
-    )
+    weights = slices(weight, expert, kept, start, WIDTH, BLOCK_K, SLICE)
     follow_previous(PDL)
-    numbers = tl.load(
-        x + row[None, :] * WIDTH + within[:, None], mask=there[None, :] & (within < WIDTH)[:, None], other=0.0
-    )
-    if scores.dtype.element_ty == tl.float32:
-        # Tensor cores cut sums off, which is further from fp64 than PyTorch's products in fp32.
-        total = tl.dot(weights.to(tl.float32), numbers.to(tl.float32), input_precision="ieee")
+    numbers = slices(x, row, there, start, WIDTH, BLOCK_K, SLICE)
+    # Scores in fp32 are to be as near fp64 as PyTorch's products in fp32, but matrix units cut sums off: there they
+    # add up few products, which are exact, and weights in fp32 are multiplied without them.
+    if SLICE < BLOCK_K:
+        total = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+        for index in tl.static_range(BLOCK_K // SLICE):
+            product = tl.dot(numbers[index], tl.trans(weights[index]))
+            total = tl.fma(total, 1.0, product)  # Triton would make a sum the product's accumulator
+    elif scores.dtype.element_ty == tl.float32:
+        wide = tl.trans(numbers[0]).to(tl.float32)
+        total = tl.trans(tl.dot(weights[0].to(tl.float32), wide, input_precision="ieee"))
     else:
-        total = tl.dot(weights, numbers)
-    total = tl.trans(total)  # [BLOCK_M, BLOCK_E]
+        total = tl.trans(tl.dot(weights[0], tl.trans(numbers[0])))
     mine = of_block[:, None] * BLOCK_E + expert[None, :]
     tl.store(partials + part * BLOCK_M * BLOCK_E + mine, total)
     tl.debug_barrier()  # all threads have written, before one of them says so
