@@ -27,8 +27,9 @@ from .rotary import ROTARY
 from .shared_experts import SHARED_EXPERTS
 from .states import STATES
 from .trial import FusedKind, form_and_casts, fused_here, is_plain, unless_cast
+from .vision import PATCHES
 
-_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)
+_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES, PATCHES)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
