@@ -27,9 +27,10 @@ from .rotary import ROTARY
 from .shared_experts import SHARED_EXPERTS
 from .states import STATES
 from .trial import FusedKind, form_and_casts, fused_here, is_plain, unless_cast
-from .vision import PATCHES
+from .vision import PATCHES, SPLITS
 
-_KINDS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES, PATCHES)
+_OF_LAYERS = (NORMS, GATED_NORMS, GATED, LATENTS, ROTARY, SHARED_EXPERTS, EXPERTS, ROUTERS, DELTA_NETS, STATES)
+_KINDS = (*_OF_LAYERS, PATCHES, SPLITS)
 
 # What trials found, by kind; a model's own, since its code may read its config.
 _found: WeakKeyDictionary[nn.Module, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -77,7 +78,7 @@ class FusedModules:
         return any(one.kind is EXPERTS for one in self.found)
 
     def __str__(self) -> str:
-        counts = Counter(one.kind.what for one in self.found)
+        counts = Counter(one.kind.what for one in self.found if one.kind.what)
         return ", ".join(f"{count} {what}" for what, count in counts.items())
 
     @contextmanager

@@ -48,7 +48,7 @@ TRIED_IN = torch.bfloat16
 class FusedKind(NamedTuple):
     """One kind of modules, such as norms, that kernels can compute."""
 
-    what: str  # the name of such modules in reports
+    what: str  # the name of such modules in reports; empty for those that run as no kernel
     may_be: Callable[[type[nn.Module]], bool]  # a quick look at a class, before each module of it is tried
     key: Callable[[nn.Module], Hashable | None]  # tells apart what computes differently; None for other parts
     form_of: Callable[[nn.Module], Any]  # the form of the known formula, by a trial; None if it is another one
