@@ -20,6 +20,8 @@ from transformers.utils import ModelOutput
 from ..._compat import ATTENDS_ACROSS_IMAGES, CACHE
 from ...attention.overrides import own_code_of
 from ...errors import Unsupported
+from ...instance_methods import Change
+from ..foreign_code import is_of_transformers
 from ..forward_pass import counts_padding, places_tokens
 from ..structure import Structure
 
@@ -34,6 +36,11 @@ PLAIN: Final = frozenset(
 _TOKEN_TYPES = ("mm_token_type_ids", "moe_mm_token_type_ids")
 """Arguments that say which tokens stand for images, which no token that follows a prompt does."""
 
+_PLACES: Final = "get_rope_index"
+
+_TYPES: Final = "mm_token_type_ids"
+"""Argument of those methods by this name that keep nothing of what they compute (GLM-Image's does)."""
+
 
 def holds_inputs(prompts: object, model: PreTrainedModel) -> TypeGuard[Mapping[str, Any]]:
     """Whether prompts come with pixels, or features of sounds, in an argument that the model takes."""
@@ -41,6 +48,25 @@ def holds_inputs(prompts: object, model: PreTrainedModel) -> TypeGuard[Mapping[s
         return False
     names = (signature(type(model).forward).parameters.keys() & prompts.keys()) - PLAIN
     return any(isinstance(prompts[name], Tensor) and prompts[name].is_floating_point() for name in names)
+
+
+def placing_on_host(model: PreTrainedModel) -> list[Change]:
+    """The method that gives tokens of images their positions, on the CPU, if the model has one in transformers' code.
+
+    It depends on ids, masks and sizes alone, and waits for the GPU several times for each row and image.
+    """
+    owner = model.base_model
+    method: Any = getattr(type(owner), _PLACES, None)
+    if method is None or not is_of_transformers(method) or _TYPES not in (taken := signature(method).parameters):
+        return []
+
+    def places(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = [one.cpu() if isinstance(one, Tensor) else one for one in args]
+        named = {name: one.cpu() if isinstance(one, Tensor) and name in taken else one for name, one in kwargs.items()}
+        ids: Tensor = args[0] if args else kwargs["input_ids"]
+        return tuple(one.to(ids.device, non_blocking=True) for one in method(owner, *given, **named))
+
+    return [Change(owner, _PLACES, places)]
 
 
 def image_mask_of(model: PreTrainedModel) -> str | None:

@@ -11,6 +11,7 @@ Each is called with the state (`ModelState`), the model and the method's argumen
 - `_compat.ENCODE`, which `generate` calls to run an encoder: runs it once for neighbouring rows of one input.
 - ``_expand_inputs_for_generation``, and `ENCODE` where images are a decoder's: hold back images, video or audio of a
   call (`call_context`).
+- ``_prepare_position_ids_for_generation``: has the places of images computed on the CPU (`placing_on_host`).
 - ``forward``: activates the functions of `attention.interface` for passes with a shared-context cache (`forward`).
 """
 
@@ -49,6 +50,7 @@ from ..decoding.loop import decode_shared
 from ..decoding.stopping import agreed_criteria
 from ..forward_pass import forget_offset, left_out
 from ..inputs.distinct import encode_distinct, tokens_of_encoder
+from ..inputs.given import placing_on_host
 from ..model_state import ModelState
 from ..prompts.first_pass import FirstPassPrompts
 from ..prompts.gain import told_by_shapes
@@ -59,7 +61,7 @@ from ..steps.modes import call_passes, choose_mode
 from ..steps.prefill_passes import begin_compiling_sampler
 from ..support import check_call, check_sequence_parallel, other_loop
 from .forward import forward
-from .switches import OwnGenerate, reads_its_cache, signature_of
+from .switches import OwnGenerate, reads_its_cache, replaced_calls, signature_of
 from .switches import left_out as overrides_left_out
 
 # Arguments of transformers' `_prepare_cache_for_generation` that ours reads.
@@ -322,6 +324,11 @@ def get_deprecated_gen_repo(
     return original(mode, trust_remote_code, None if custom_generate is decode else custom_generate)
 
 
+def prepare_position_ids(model_state: ModelState, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    with replaced_calls.on(placing_on_host(model)):
+        return model_state.methods.original(model, "_prepare_position_ids_for_generation")(*args, **kwargs)
+
+
 def encode(
     model_state: ModelState, model: PreTrainedModel, inputs_tensor: Tensor, model_kwargs: dict[str, Any], *args: Any
 ) -> dict[str, Any]:
@@ -441,6 +448,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "generate": generate,
     "_extract_generation_mode_kwargs": extract_generation_mode_kwargs,
     "_get_deprecated_gen_repo": get_deprecated_gen_repo,
+    "_prepare_position_ids_for_generation": prepare_position_ids,
     "_prepare_cache_for_generation": prepare_cache_for_generation,
     ENCODE: encode,
     "_expand_inputs_for_generation": expand_inputs,
