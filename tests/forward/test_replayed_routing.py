@@ -178,6 +178,29 @@ def test_it_lasts_until_another_call_or_the_end_of_a_block():
     assert torch.equal(fd.enable(model, min_saved_tokens=1)(**rows).logits, plain)
 
 
+def test_a_block_is_entered_again():
+    """As often as wanted, also within itself and after other calls, which are as before at its end."""
+    model, rows, choices = rollout(perturbed=True)
+    plain = model(**rows).logits
+    replay = fd.replay_routing(model, choices)
+    for _ in range(2):
+        with replay:
+            replayed = model(**rows).logits
+            with replay:
+                assert torch.equal(model(**rows).logits, replayed)
+            assert torch.equal(model(**rows).logits, replayed)
+        assert not torch.equal(replayed, plain)
+        assert torch.equal(model(**rows).logits, plain)
+    replay = fd.replay_routing(model, None)
+    fd.replay_routing(model, choices)
+    with replay:
+        assert torch.equal(model(**rows).logits, plain)
+    assert torch.equal(model(**rows).logits, replayed)
+    fd.disable(model)
+    with pytest.raises(ValueError, match="needs an enabled Qwen3MoeForCausalLM"), replay:
+        pass
+
+
 def test_caches_that_a_pass_returns_are_of_the_given_experts():
     model, rows, choices = rollout(perturbed=True)
     with fd.replay_routing(model, choices):
