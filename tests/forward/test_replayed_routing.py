@@ -201,6 +201,16 @@ def test_a_block_is_entered_again():
         pass
 
 
+def test_copies_of_a_model_replay_nothing():
+    model, rows, choices = rollout(perturbed=True)
+    plain = model(**rows).logits
+    with fd.replay_routing(model, choices):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(**rows).logits, plain)
+        assert not torch.equal(model(**rows).logits, plain)
+    assert fd.explain(twin).last_forward.path == "shared"
+
+
 def test_caches_that_a_pass_returns_are_of_the_given_experts():
     model, rows, choices = rollout(perturbed=True)
     with fd.replay_routing(model, choices):
