@@ -229,7 +229,7 @@ def test_caches_that_a_pass_returns_are_of_the_given_experts():
 def test_what_cannot_be_replayed_is_refused():
     model, rows, choices = rollout()
     other = {**rows, "input_ids": rows["input_ids"].flip(1)}
-    with pytest.raises(ValueError, match=r"row 0 of the pass has .* tokens, with which none of 6 recorded rows"):
+    with pytest.raises(ValueError, match=r"row 0 of the pass .* none of 6 recorded rows begins; give an att.*mask"):
         scored(model, other, choices)
     longer = {name: torch.nn.functional.pad(one[:, :WIDTH], (0, 40), value=1) for name, one in rows.items()}
     with pytest.raises(ValueError, match="none of 2 recorded rows"):

@@ -166,6 +166,9 @@ def test_caches_that_hold_tokens_are_refused():
 
 
 def test_models_without_such_routers_are_refused():
+    for kind in ("jetmoe", "llama4_text"):
+        with pytest.raises(ValueError, match="LM has experts, but 0 supported routers"):
+            sampled(fd.enable(mixture(kind)))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         sampled(fd.enable(tiny_model("llama-gqa")))
 
