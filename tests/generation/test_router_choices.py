@@ -110,6 +110,16 @@ def test_a_config_may_ask_and_prompts_are_not_taken_from_earlier_calls():
     assert torch.equal(found.of_row(2)[: WIDTH - 1], expected.of_row(2)[: WIDTH - 1])
 
 
+def test_what_a_call_s_config_leaves_out_is_the_model_s():
+    model = fd.enable(mixture(), min_saved_tokens=1)
+    model.generation_config.output_router_choices = model.generation_config.return_dict_in_generate = True
+    config = GenerationConfig(max_new_tokens=2)
+    assert model.generate(**PROMPTS, generation_config=config).router_choices is not None
+    assert model.generate(**PROMPTS, generation_config=config, output_router_choices=False).router_choices is None
+    config.output_router_choices = False
+    assert model.generate(PROMPTS["input_ids"], config).router_choices is None
+
+
 def test_prompts_are_prefilled_in_chunks():
     model = mixture()
     expected = sampled(fd.enable(model, min_saved_tokens=1))
