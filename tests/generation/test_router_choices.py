@@ -97,8 +97,15 @@ def test_rows_are_selected():
         assert part.stored is choices.stored
         assert [torch.equal(part.of_row(0), choices.of_row(1)), len(part)] == [True, 2]
     assert torch.equal(choices[5].of_row(0), choices.of_row(5))
-    with pytest.raises(IndexError, match="row 6 is out of range for the choices of 6 rows"):
-        choices.of_row(6)
+    assert [len(choices[rows]) for rows in ([], ..., slice(9, 12))] == [0, 6, 0]
+    assert [len(one) for one in choices] == [1] * 6
+    wrong = 6, "a", 1.5
+    for rows in (*wrong, None, True, [7], [True, False], torch.tensor([[0, 1]]), [[0], [1, 2]]):
+        with pytest.raises(IndexError, match=r"choices of 6 rows have no .*; use numbers from -6 to 5, a slice"):
+            choices[rows]
+    for row in (*wrong, slice(2)):
+        with pytest.raises(IndexError, match=r"choices of 6 rows have no row .*; use a number from -6 to 5"):
+            choices.of_row(row)
 
 
 def test_a_config_may_ask_and_prompts_are_not_taken_from_earlier_calls():

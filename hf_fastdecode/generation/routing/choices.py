@@ -7,7 +7,9 @@ row's suffix in a step. Passes of stock compute the same columns of all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +52,14 @@ class RouterChoices:
         return len(self.rows)
 
     def __getitem__(self, rows: Any) -> RouterChoices:
-        index = rows.cpu().numpy() if isinstance(rows, Tensor) else rows
-        chosen = np.atleast_1d(np.arange(len(self))[index])
+        count, chosen = len(self), None
+        with suppress(IndexError, TypeError, ValueError):  # of many kinds, by NumPy
+            chosen = np.atleast_1d(np.arange(count)[rows.cpu().numpy() if isinstance(rows, Tensor) else rows])
+        if chosen is None or chosen.ndim > 1:
+            raise IndexError(
+                f"choices of {count} rows have no {rows!r}; use numbers from -{count} to {count - 1}, a slice, a "
+                f"list or tensor of numbers, or one of {count} booleans"
+            )
         return replace(self, rows=tuple(self.rows[number] for number in chosen))
 
     def __repr__(self) -> str:
@@ -65,9 +73,13 @@ class RouterChoices:
         Raises:
             IndexError: There is no such row.
         """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} is out of range for the choices of {len(self)} rows")
-        return self.stored[torch.from_numpy(self.rows[row].tokens[:-1]).to(self.stored.device)]
+        count = len(self)
+        try:
+            tokens = self.rows[range(count)[index(row)]].tokens
+        except (IndexError, TypeError):
+            bounds = f"from -{count} to {count - 1}"
+            raise IndexError(f"choices of {count} rows have no row {row!r}; use a number {bounds}") from None
+        return self.stored[torch.from_numpy(tokens[:-1]).to(self.stored.device)]
 
     def find(self, ids: Numbers, number: int) -> Numbers | None:
         """Where choices for a row's tokens are stored, -1 for a last token without; None if no row begins with them.
