@@ -240,8 +240,13 @@ def test_what_cannot_be_replayed_is_refused():
         fd.replay_routing(model, choices.of_row(0))
     with pytest.raises(ValueError, match="2 layers of experts, and the choices are of 3"):
         fd.replay_routing(model, replace(choices, experts=(8, 8, 8)))
-    with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 2 of 7"):
-        scored(model, rows, replace(choices, experts=(7, 7)))
+    with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 2 of 9"):
+        scored(model, rows, replace(choices, experts=(9, 9)))
+    for stored in (choices.stored.float(), choices.stored + 8, choices.stored.short() - 8, choices.stored[0]):
+        with pytest.raises(ValueError, match=r"stored must be experts .* from 0 to 7"):
+            fd.replay_routing(model, replace(choices, stored=stored))
+    with pytest.raises(ValueError, match="is a mixtral model, and the choices are of a qwen3_moe model; use its own"):
+        fd.replay_routing(fd.enable(mixture("mixtral")), choices)
     with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 1 of 8"):
         scored(model, rows, replace(choices, stored=choices.stored[..., :1]))
     with pytest.raises(ValueError, match="compiled, traced or transformed"):

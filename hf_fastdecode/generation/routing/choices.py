@@ -15,13 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from .routers import Collected, routers_of, visiting
 
 Numbers = NDArray[np.int64]
+
+
+def model_type_of(model: PreTrainedModel) -> str:
+    """The kind of model whose experts choices are of, also where it is a part of one for images or rewards."""
+    return str(model.config.get_text_config(decoder=True).model_type)
 
 
 class RecordedRow(NamedTuple):
@@ -42,11 +48,13 @@ class RouterChoices:
             int16, on the model's first device with experts.
         rows: The rows, in the order of `generate`'s output.
         experts: How many each layer of experts has.
+        model_type: That of the model's text config, if known.
     """
 
     stored: Tensor
     rows: tuple[RecordedRow, ...]
     experts: tuple[int, ...]
+    model_type: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,8 +102,8 @@ class RouterChoices:
 class Recorder:
     """What routers choose in a call's passes, all of the same rows; `made` when these are finished, None before."""
 
-    def __init__(self, model: nn.Module):
-        self._routers = routers_of(model)
+    def __init__(self, model: PreTrainedModel):
+        self._routers, self._model_type = routers_of(model), model_type_of(model)
         self.made: RouterChoices | None = None
         self.begin()
 
@@ -159,6 +167,6 @@ class Recorder:
         _, first, number = np.unique(words, return_index=True, return_inverse=True)  # equal ones once
         placed = np.split(number[at], np.cumsum([len(one) for one in tokens])[:-1])
         rows = tuple(RecordedRow(one, np.append(part, -1)) for one, part in zip(ids, placed, strict=True))
-        self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts)
+        self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts, self._model_type)
         self.begin()
         return self.made

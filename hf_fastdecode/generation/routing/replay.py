@@ -8,7 +8,7 @@ from torch import nn
 
 from ..foreign_code import held_model
 from ..model_state import ModelState, generates, owned_by, state_of
-from .choices import RouterChoices
+from .choices import RouterChoices, model_type_of
 from .routers import routers_of
 
 _Replayed: TypeAlias = list[tuple[ModelState, RouterChoices | None]]
@@ -32,8 +32,9 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
         choices: ``router_choices`` of an output of `generate`, or some rows of it, ``choices[rows]``; None for none.
 
     Raises:
-        ValueError: The model is not enabled, or has other layers of experts or no decoder of text. Later, passes raise
-            it whose rows are not among the recorded ones, or whose routers cannot be told what to choose.
+        ValueError: The model is not enabled, is of another type than that of the choices, or has other layers of
+            experts, fewer of them or no decoder of text. Later, passes raise it whose rows are not among the recorded
+            ones, or whose routers cannot be told what to choose.
         TypeError: `model` neither is nor wraps a transformers model, or `choices` are none.
     """
 
@@ -83,3 +84,18 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
             )
         if (layers := len(routers_of(self._model))) != (given := len(choices.experts)):
             raise ValueError(f"{name} has {layers} layers of experts, and the choices are of {given}; use its own")
+        if choices.model_type not in ("", kind := model_type_of(self._model)):
+            raise ValueError(
+                f"{name} is a {kind} model, and the choices are of a {choices.model_type} model; use its own"
+            )
+        stored, most = choices.stored, max(choices.experts) - 1
+        fits = stored.dim() == 3 and stored.shape[1] == layers and not stored.is_floating_point()
+        if fits and stored.numel():
+            pairs = zip(stored.amax((0, 2)).tolist(), choices.experts, strict=True)
+            fits = bool(stored.amin() >= 0) and all(largest < experts for largest, experts in pairs)
+        if not fits:
+            numbers = f" from {stored.min()} to {stored.max()}" if stored.numel() else ""
+            raise ValueError(
+                f"stored must be experts [stored, {layers}, experts_per_token] from 0 to {most} in whole numbers, got "
+                f"{stored.dtype} {list(stored.shape)}{numbers}; leave it as generate returned it"
+            )
