@@ -52,7 +52,8 @@ class Routing:
             if (found := choices.find(row.keys, number)) is None:
                 raise ValueError(
                     f"row {number} of the pass has {len(row.keys)} tokens, with which none of {len(choices)} recorded "
-                    "rows begins; replay choices of the call that drew it, or end replay_routing before other passes"
+                    "rows begins; give an attention_mask that hides its padding, replay choices of the call that drew "
+                    "it, or end replay_routing before other passes"
                 )
             places[number, row.column : row.column + len(found)] = found
             keyed.append(row._replace(keys=(row.keys << 32) + found + 1))  # sorted as without choices

@@ -85,7 +85,7 @@ class ModelState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
         twin = memo[id(self)] = object.__new__(ModelState)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        vars(twin).update(copy.deepcopy(vars(self) | {"replayed": None}, memo))  # choices are of this model's passes
         return twin
 
     @contextmanager

@@ -180,14 +180,17 @@ def _scales_all_tokens(weight: Tensor) -> bool:
 
 def check_noise(modules: Iterable[nn.Module]) -> None:
     """Raise `Unsupported` if one of these modules, in training mode, draws noise."""
+    config: object = None  # of the module, or of the last one before that has any
     for module in modules:
+        config = vars(module).get("config", config)
         if module.training and (noise := _noise_in_training(module)) is not None:
             name, value = noise
             layer = isinstance(module, AnyDropout)
-            remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{name}=0 in its config"
+            field = _field_of(config, name, value)
+            remedy = "disable_dropout=True in TRL, lora_dropout=0 in PEFT" if layer else f"{field}=0 in its config"
             raise Unsupported(
                 f"the model is in training mode with {type(module).__name__}.{name}={value}",
-                f"call model.eval(), or load it without dropout: {remedy}",
+                f"call model.eval(), or load it without noise: {remedy}",
             )
 
 
@@ -215,6 +218,12 @@ def check_sequence_parallel(model: PreTrainedModel, structure: Structure, *, lon
             f"its attention heads are split between the {division.ranks} processes that would divide contexts",
             "split its other layers only, see hf_fastdecode.sequence_parallel_plan, or use sequence_parallel=False",
         )
+
+
+def _field_of(config: object, name: str, value: float) -> str:
+    """The field of a config that set a module's attribute: with its name, or one that contains it, and its value."""
+    fields = attributes(config) if isinstance(config, PreTrainedConfig) else {}
+    return min((one for one in fields if name in one and fields[one] == value), key=len, default=name)
 
 
 def _noise_in_training(module: nn.Module) -> tuple[str, float] | None:

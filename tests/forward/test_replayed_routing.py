@@ -178,6 +178,39 @@ def test_it_lasts_until_another_call_or_the_end_of_a_block():
     assert torch.equal(fd.enable(model, min_saved_tokens=1)(**rows).logits, plain)
 
 
+def test_a_block_is_entered_again():
+    """As often as wanted, also within itself and after other calls, which are as before at its end."""
+    model, rows, choices = rollout(perturbed=True)
+    plain = model(**rows).logits
+    replay = fd.replay_routing(model, choices)
+    for _ in range(2):
+        with replay:
+            replayed = model(**rows).logits
+            with replay:
+                assert torch.equal(model(**rows).logits, replayed)
+            assert torch.equal(model(**rows).logits, replayed)
+        assert not torch.equal(replayed, plain)
+        assert torch.equal(model(**rows).logits, plain)
+    replay = fd.replay_routing(model, None)
+    fd.replay_routing(model, choices)
+    with replay:
+        assert torch.equal(model(**rows).logits, plain)
+    assert torch.equal(model(**rows).logits, replayed)
+    fd.disable(model)
+    with pytest.raises(ValueError, match="needs an enabled Qwen3MoeForCausalLM"), replay:
+        pass
+
+
+def test_copies_of_a_model_replay_nothing():
+    model, rows, choices = rollout(perturbed=True)
+    plain = model(**rows).logits
+    with fd.replay_routing(model, choices):
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(**rows).logits, plain)
+        assert not torch.equal(model(**rows).logits, plain)
+    assert fd.explain(twin).last_forward.path == "shared"
+
+
 def test_caches_that_a_pass_returns_are_of_the_given_experts():
     model, rows, choices = rollout(perturbed=True)
     with fd.replay_routing(model, choices):
@@ -196,7 +229,7 @@ def test_caches_that_a_pass_returns_are_of_the_given_experts():
 def test_what_cannot_be_replayed_is_refused():
     model, rows, choices = rollout()
     other = {**rows, "input_ids": rows["input_ids"].flip(1)}
-    with pytest.raises(ValueError, match=r"row 0 of the pass has .* tokens, with which none of 6 recorded rows"):
+    with pytest.raises(ValueError, match=r"row 0 of the pass .* none of 6 recorded rows begins; give an att.*mask"):
         scored(model, other, choices)
     longer = {name: torch.nn.functional.pad(one[:, :WIDTH], (0, 40), value=1) for name, one in rows.items()}
     with pytest.raises(ValueError, match="none of 2 recorded rows"):
@@ -207,8 +240,13 @@ def test_what_cannot_be_replayed_is_refused():
         fd.replay_routing(model, choices.of_row(0))
     with pytest.raises(ValueError, match="2 layers of experts, and the choices are of 3"):
         fd.replay_routing(model, replace(choices, experts=(8, 8, 8)))
-    with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 2 of 7"):
-        scored(model, rows, replace(choices, experts=(7, 7)))
+    with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 2 of 9"):
+        scored(model, rows, replace(choices, experts=(9, 9)))
+    for stored in (choices.stored.float(), choices.stored + 8, choices.stored.short() - 8, choices.stored[0]):
+        with pytest.raises(ValueError, match=r"stored must be experts .* from 0 to 7"):
+            fd.replay_routing(model, replace(choices, stored=stored))
+    with pytest.raises(ValueError, match="is a mixtral model, and the choices are of a qwen3_moe model; use its own"):
+        fd.replay_routing(fd.enable(mixture("mixtral")), choices)
     with pytest.raises(ValueError, match=r"chooses 2 of 8 experts .* given 1 of 8"):
         scored(model, rows, replace(choices, stored=choices.stored[..., :1]))
     with pytest.raises(ValueError, match="compiled, traced or transformed"):

@@ -35,7 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def mixture(family: str = "qwen3_moe", **overrides: Any) -> PreTrainedModel:
-    return tiny_model_of_type(family, **{**_SIZES, **FAMILIES[family], **overrides})
+    return tiny_model_of_type(family, **{**_SIZES, **FAMILIES.get(family, {}), **overrides})
 
 
 def sampled(model: PreTrainedModel, **arguments: Any) -> Any:

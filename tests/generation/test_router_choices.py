@@ -97,8 +97,15 @@ def test_rows_are_selected():
         assert part.stored is choices.stored
         assert [torch.equal(part.of_row(0), choices.of_row(1)), len(part)] == [True, 2]
     assert torch.equal(choices[5].of_row(0), choices.of_row(5))
-    with pytest.raises(IndexError, match="row 6 is out of range for the choices of 6 rows"):
-        choices.of_row(6)
+    assert [len(choices[rows]) for rows in ([], ..., slice(9, 12))] == [0, 6, 0]
+    assert [len(one) for one in choices] == [1] * 6
+    wrong = 6, "a", 1.5
+    for rows in (*wrong, None, True, [7], [True, False], torch.tensor([[0, 1]]), [[0], [1, 2]]):
+        with pytest.raises(IndexError, match=r"choices of 6 rows have no .*; use numbers from -6 to 5, a slice"):
+            choices[rows]
+    for row in (*wrong, slice(2)):
+        with pytest.raises(IndexError, match=r"choices of 6 rows have no row .*; use a number from -6 to 5"):
+            choices.of_row(row)
 
 
 def test_a_config_may_ask_and_prompts_are_not_taken_from_earlier_calls():
@@ -108,6 +115,16 @@ def test_a_config_may_ask_and_prompts_are_not_taken_from_earlier_calls():
     torch.manual_seed(0)
     found = model.generate(**PROMPTS, generation_config=config).router_choices
     assert torch.equal(found.of_row(2)[: WIDTH - 1], expected.of_row(2)[: WIDTH - 1])
+
+
+def test_what_a_call_s_config_leaves_out_is_the_model_s():
+    model = fd.enable(mixture(), min_saved_tokens=1)
+    model.generation_config.output_router_choices = model.generation_config.return_dict_in_generate = True
+    config = GenerationConfig(max_new_tokens=2)
+    assert model.generate(**PROMPTS, generation_config=config).router_choices is not None
+    assert model.generate(**PROMPTS, generation_config=config, output_router_choices=False).router_choices is None
+    config.output_router_choices = False
+    assert model.generate(PROMPTS["input_ids"], config).router_choices is None
 
 
 def test_prompts_are_prefilled_in_chunks():
@@ -166,6 +183,9 @@ def test_caches_that_hold_tokens_are_refused():
 
 
 def test_models_without_such_routers_are_refused():
+    for kind in ("jetmoe", "llama4_text"):
+        with pytest.raises(ValueError, match="LM has experts, but 0 supported routers"):
+            sampled(fd.enable(mixture(kind)))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         sampled(fd.enable(tiny_model("llama-gqa")))
 

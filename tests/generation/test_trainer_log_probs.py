@@ -271,10 +271,12 @@ def test_rows_that_others_draw_are_refused(how):
     given = {"custom_generate": loop} if how == "a loop of the user's" else {}
     config, ids = copy.deepcopy(model.generation_config), PROMPTS["input_ids"]
     assert len(model.generate(ids, generation_config=config, **given)) == len(ids)
-    config.return_dict_in_generate = True
     message = "custom_generate decodes by itself" if given else "replaces generate and has no"
-    with pytest.raises(ValueError, match=rf"{message}.*; ask for sequences alone, or enable"):
-        model.generate(ids, generation_config=config, **given)
+    for one in (config, model.generation_config):  # which the call's inherits where it sets nothing
+        one.return_dict_in_generate = True
+        with pytest.raises(ValueError, match=rf"{message}.*; ask for sequences alone, or enable"):
+            model.generate(ids, generation_config=config, **given)
+        config.return_dict_in_generate = None
     fd.enable(model)
     model.generate(ids, generation_config=config, **given)
 

@@ -17,7 +17,7 @@ from .calls import PROMPT, SAMPLING, both
         ("opt", {}, "OPTDecoder.dropout=0.1", "dropout=0 in its config"),  # by a function, not a layer
         ("starcoder2", {"residual_dropout": 0.2}, "residual_dropout=0.2", "residual_dropout=0 in its config"),
         ("gpt_neox", {"hidden_dropout": 0.3}, "Dropout.p=0.3", "lora_dropout=0 in PEFT"),
-        ("mixtral-window", {"router_jitter_noise": 0.1}, "jitter_noise=0.1", "jitter_noise=0 in its config"),
+        ("mixtral-window", {"router_jitter_noise": 0.1}, "jitter_noise=0.1", " router_jitter_noise=0 in its config"),
         ("llama-gqa", {"attention_dropout": 0.1}, "LlamaAttention.attention_dropout=0.1", "attention_dropout=0"),
     ],
 )
@@ -26,7 +26,7 @@ def test_random_layers_run_stock(name, options, told, remedy):
     stock, shared, call = both(model, lambda: SAMPLING)
     assert call.path == "stock"
     assert told in call.reason
-    assert "call model.eval(), or load it without dropout: " in call.reason
+    assert "call model.eval(), or load it without noise: " in call.reason
     assert remedy in call.reason
     assert torch.equal(shared, stock)
     with fd.enabled(model), pytest.raises(ValueError, match=f"is in training mode with .*{told}; call model.eval"):

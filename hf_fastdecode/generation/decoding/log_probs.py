@@ -118,10 +118,16 @@ def _require_text(what: str, refusal: str | None, otherwise: str) -> None:
         raise ValueError(f"{what} is for rows of text that are drawn token by token, and {refusal}, {otherwise}")
 
 
+def field_of_call(model: PreTrainedModel, config: GenerationConfig | None, name: str) -> Any:
+    """A field of a call's config, or of the model's where that leaves it unset, as transformers takes it."""
+    value = getattr(config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
 def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: str) -> None:
     """Raise ValueError if a call of `generate` asks for a trainer's log-probabilities, and is not given our loop."""
-    config = arguments.get("generation_config") or model.generation_config
-    returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
+    name, config = "return_dict_in_generate", arguments.get("generation_config")
+    returns = arguments.get(name, field_of_call(model, config, name))
     asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
     if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(

@@ -44,7 +44,7 @@ from ..call_context import (
     hold_before_encoding,
     structure_of_call,
 )
-from ..decoding.log_probs import CHOICES, finishing, require_scored
+from ..decoding.log_probs import CHOICES, field_of_call, finishing, require_scored
 from ..decoding.loop import decode_shared
 from ..decoding.stopping import agreed_criteria
 from ..forward_pass import forget_offset, left_out
@@ -216,8 +216,8 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
 
 def _recorder(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
     """A recorder if a call, or its config, asks for what routers choose; takes that out of the arguments."""
-    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-    if (asked := bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False)))) and cache_in(kwargs) is not None:
+    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+    if (asked := bool(kwargs.pop(CHOICES, field_of_call(model, config, CHOICES)))) and cache_in(kwargs) is not None:
         raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
     return Recorder(model) if asked else None
 

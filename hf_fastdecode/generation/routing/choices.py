@@ -7,19 +7,27 @@ row's suffix in a step. Passes of stock compute the same columns of all rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...attention.forest import Path
 from ...cache.shared import SharedContextCache
 from .routers import Collected, routers_of, visiting
 
 Numbers = NDArray[np.int64]
+
+
+def model_type_of(model: PreTrainedModel) -> str:
+    """The kind of model whose experts choices are of, also where it is a part of one for images or rewards."""
+    return str(model.config.get_text_config(decoder=True).model_type)
 
 
 class RecordedRow(NamedTuple):
@@ -40,18 +48,26 @@ class RouterChoices:
             int16, on the model's first device with experts.
         rows: The rows, in the order of `generate`'s output.
         experts: How many each layer of experts has.
+        model_type: That of the model's text config, if known.
     """
 
     stored: Tensor
     rows: tuple[RecordedRow, ...]
     experts: tuple[int, ...]
+    model_type: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, rows: Any) -> RouterChoices:
-        index = rows.cpu().numpy() if isinstance(rows, Tensor) else rows
-        chosen = np.atleast_1d(np.arange(len(self))[index])
+        count, chosen = len(self), None
+        with suppress(IndexError, TypeError, ValueError):  # of many kinds, by NumPy
+            chosen = np.atleast_1d(np.arange(count)[rows.cpu().numpy() if isinstance(rows, Tensor) else rows])
+        if chosen is None or chosen.ndim > 1:
+            raise IndexError(
+                f"choices of {count} rows have no {rows!r}; use numbers from -{count} to {count - 1}, a slice, a "
+                f"list or tensor of numbers, or one of {count} booleans"
+            )
         return replace(self, rows=tuple(self.rows[number] for number in chosen))
 
     def __repr__(self) -> str:
@@ -65,9 +81,13 @@ class RouterChoices:
         Raises:
             IndexError: There is no such row.
         """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} is out of range for the choices of {len(self)} rows")
-        return self.stored[torch.from_numpy(self.rows[row].tokens[:-1]).to(self.stored.device)]
+        count = len(self)
+        try:
+            tokens = self.rows[range(count)[index(row)]].tokens
+        except (IndexError, TypeError):
+            bounds = f"from -{count} to {count - 1}"
+            raise IndexError(f"choices of {count} rows have no row {row!r}; use a number {bounds}") from None
+        return self.stored[torch.from_numpy(tokens[:-1]).to(self.stored.device)]
 
     def find(self, ids: Numbers, number: int) -> Numbers | None:
         """Where choices for a row's tokens are stored, -1 for a last token without; None if no row begins with them.
@@ -82,8 +102,8 @@ class RouterChoices:
 class Recorder:
     """What routers choose in a call's passes, all of the same rows; `made` when these are finished, None before."""
 
-    def __init__(self, model: nn.Module):
-        self._routers = routers_of(model)
+    def __init__(self, model: PreTrainedModel):
+        self._routers, self._model_type = routers_of(model), model_type_of(model)
         self.made: RouterChoices | None = None
         self.begin()
 
@@ -147,6 +167,6 @@ class Recorder:
         _, first, number = np.unique(words, return_index=True, return_inverse=True)  # equal ones once
         placed = np.split(number[at], np.cumsum([len(one) for one in tokens])[:-1])
         rows = tuple(RecordedRow(one, np.append(part, -1)) for one, part in zip(ids, placed, strict=True))
-        self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts)
+        self.made = RouterChoices(kept[torch.from_numpy(first).to(kept.device)], rows, self._experts, self._model_type)
         self.begin()
         return self.made

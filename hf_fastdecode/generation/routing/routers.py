@@ -28,13 +28,15 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
     every = list(model.modules())
     routers = [one for one in every if ROUTERS.may_be(type(one)) and one._parameters.get("weight") is not None]
     layers = sum(hasattr(one, "_apply_gate") for one in every)  # of experts that run by transformers' interface
-    if not routers and not layers:
-        raise ValueError(f"{type(model).__name__} has no experts: leave out output_router_choices and replay_routing")
     if not routers or layers not in (0, len(routers)):
+        name, otherwise = type(model).__name__, "leave out output_router_choices and replay_routing"
+        named = (f"{path} {type(one).__name__}" for path, one in model.named_modules())
+        if not (routers or layers or any("expert" in one.lower() for one in named)):
+            raise ValueError(f"{name} has no experts: {otherwise}")
         raise ValueError(
-            f"{type(model).__name__} has {len(routers)} routers that choose by torch.topk for {layers} layers of "
-            "experts; others, as those that drop tokens beyond a capacity, and copies, as of PEFT's modules_to_save, "
-            "are not recorded or replayed: leave out output_router_choices and replay_routing"
+            f"{name} has experts, but {len(routers)} supported routers (modules with a weight that choose by "
+            f"torch.topk) for {layers or 'its'} layers of them; others, as those that drop tokens beyond a capacity, "
+            f"and copies, as of PEFT's modules_to_save, are not recorded or replayed: {otherwise}"
         )
     return routers
 
