@@ -81,6 +81,18 @@ def test_they_have_the_bits_of_the_models_own_pass(name, dtype, batch):
         assert torch.equal(output.logprobs, expected.where(drawn, 0.0))
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text"])
+def test_kept_prefixes_do_not_change_them(name):
+    """Passes with gradients begin with none, in later calls and of one row, too."""
+    model = enabled(name, reuse_prefix=True)
+    for prompts in (PROMPTS, PROMPTS, BATCHES["one row"][0]):
+        output = sampled(model, CUT | {"num_return_sequences": 1}, prompts)
+        rows, drawn = rows_of(output.sequences, of=prompts)
+        if len(output.sequences) == 1:
+            rows["logits_to_keep"] = torch.arange(WIDTH - 1, output.sequences.shape[1] - 1)
+        assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
 @pytest.mark.parametrize("arguments", [CUT, RETURNED | {"eos_token_id": ENDS}], ids=["sampled", "greedy"])
 def test_raw_and_processed_are_stocks(arguments):
     model = tiny_model("qwen3")

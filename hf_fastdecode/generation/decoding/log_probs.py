@@ -27,9 +27,9 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..._compat import CACHE, pad_token
+from ..._compat import CACHE, pad_token, setting
 from ...errors import reason_of
-from ..call_context import active_call_of, active_call_of_thread
+from ..call_context import active_call_of, active_call_of_thread, scores_rows
 from ..forward_pass import PromptNames, input_device, prompt_names
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
@@ -208,7 +208,8 @@ class _TrainerLogProbs:
         given = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
         if takes := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             given["logits_to_keep"] = columns
-        logits: Tensor = self.model(**given).logits
+        with setting(scores_rows, True):
+            logits: Tensor = self.model(**given).logits
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
 
 
