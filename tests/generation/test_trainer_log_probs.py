@@ -237,6 +237,25 @@ def test_calls_that_run_stock_and_recorders_have_them():
         assert short.logprobs.max() < 0
 
 
+def test_subclasses_of_recorders_have_them():
+    """Unless one computes numbers of its own."""
+    kind = type("Recorder", (fd.TokenLogProbs,), {})
+    own = type("Own", (kind,), {"__call__": lambda self, ids, scores: kind.__call__(self, ids, scores * 2)})
+    model = enabled()
+    output = sampled(model)
+    given = {name: value for name, value in CUT.items() if name != "return_dict_in_generate"}
+    for options in ({"log_probs": "trainer"}, {}):
+        fd.enable(model, min_saved_tokens=1, **options)
+        found = []
+        for recorder in (fd.TokenLogProbs(), kind(), own()):
+            sequences = sampled(model, given | {"logits_processor": [recorder]})
+            found.append(recorder.of(sequences[:, WIDTH:]))
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[0], found[2])
+        if options:
+            assert torch.equal(found[0], output.logprobs)
+
+
 def test_nothing_is_scored_unless_asked_for():
     model = enabled()
     sampled(model, CUT | {"return_dict_in_generate": False})

@@ -34,7 +34,7 @@ from ..forward_pass import PromptNames, input_device, prompt_names
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
-from .sampling import TokenLogProbs, TransformersSampler
+from .sampling import TokenLogProbs, TransformersSampler, is_recorder
 from .stopping import Stopping
 
 _LOGITS: Final = 2**27
@@ -66,7 +66,7 @@ def finishing(
     Raises:
         ValueError: They are asked for, and not to be had of the call's rows.
     """
-    call, recorders = active_call_of(model), [one for one in processors if type(one) is TokenLogProbs]
+    call, recorders = active_call_of(model), [one for one in processors if is_recorder(one)]
     state, recorder = _scoring_state(model), None if call is None else call.recorder
     if not (recorders or config.return_dict_in_generate):
         state = None
@@ -82,8 +82,9 @@ def finishing(
         if synced_gpus:  # rows of other lengths may take another number of passes
             why = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
         _require_text("log_probs='trainer'", why, "or enable the model with log_probs='auto'")
-        without = TokenLogProbs, LogitNormalization  # which change no probability
-        others = LogitsProcessorList(one for one in processors if type(one) not in without)
+        others = LogitsProcessorList(  # without those that change no probability
+            one for one in processors if not (is_recorder(one) or type(one) is LogitNormalization)
+        )
         sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
         add = _TrainerLogProbs(model, prompts.shape[1], shown, sampler, recorders)
     if call is None or recorder is None:
@@ -122,7 +123,7 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     """Raise ValueError if a call of `generate` asks for a trainer's log-probabilities, and is not given our loop."""
     config = arguments.get("generation_config") or model.generation_config
     returns = arguments.get("return_dict_in_generate", getattr(config, "return_dict_in_generate", False))
-    asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
+    asks = returns or any(is_recorder(one) for one in arguments.get("logits_processor") or ())
     if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(
             f"log_probs='trainer' is for rows that this package's loop draws, and {why}; ask for sequences alone, or "

@@ -33,7 +33,7 @@ from ..routing.choices import RouterChoices
 from ..steps.modes import EagerSteps, Steps, StepsMaker
 from ..support import step_arguments
 from .refill import Refill
-from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, set_generator_state
+from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, is_recorder, set_generator_state
 from .stopping import Decisions, Ends, FinishedRowPoller, Stopping
 from .waves import Logits, Wave, concatenate, rows_that_fit
 
@@ -384,7 +384,7 @@ def decode_shared(
     call.report.fused = call.structure.fused_names  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
-    recorders = [one for one in processors if type(one) is TokenLogProbs]
+    recorders = [one for one in processors if is_recorder(one)]
     log_probs = recorders[0] if len(recorders) == 1 else None
     processors = LogitsProcessorList(one for one in processors if one is not log_probs)
     form = start.logits.device, start.logits.dtype
