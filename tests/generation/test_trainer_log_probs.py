@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import StoppingCriteria, T5Config, T5ForConditionalGeneration
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding import log_probs
@@ -121,6 +121,33 @@ def test_rows_that_stop_strings_end(pad):
     assert (drawn.sum(1) < drawn.shape[1]).any()
     with fd.enabled(model, min_saved_tokens=1), torch.no_grad():
         assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
+@pytest.mark.parametrize("path", ["shared", "stock"])
+def test_a_pad_token_that_is_drawn_counts(path):
+    """Unless it is padding: after a stop, also one at a pad token that was drawn."""
+    pad, stop, tokens = 50, 49, {49, 50, 51, 52, 53}
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            last, before = input_ids[:, -1], input_ids[:, -2]
+            return (last == stop) | ((last == pad) & (before == pad))
+
+    arguments = {
+        **{"max_new_tokens": 3, "eos_token_id": 2, "pad_token_id": pad, "num_return_sequences": 16},
+        **{"suppress_tokens": sorted(set(range(97)) - tokens), "stopping_criteria": [Stops()], "temperature": 3.0},
+        "use_cache": path == "shared",
+    }
+    model = enabled()
+    output = sampled(model, SAMPLED | arguments)
+    assert fd.explain(model).last_call.path == path
+    found = set()
+    for row, numbers in zip(output.sequences[:, WIDTH - 1 :].tolist(), output.processed_logprobs, strict=True):
+        ends = [at for at in range(1, len(row)) if row[at] == stop or row[at] == row[at - 1] == pad]
+        count = ends[0] if ends else len(row) - 1
+        assert (numbers < 0).tolist() == [step < count for step in range(len(numbers))]
+        found.add((row[count] == pad, bool(ends)))
+    assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
 def test_a_drawn_token_counts_as_kept(monkeypatch):

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..._compat import CACHE, pad_token, setting
+from ..._compat import CACHE, setting
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread, scores_rows
 from ..forward_pass import PromptNames, input_device, prompt_names
@@ -55,8 +55,10 @@ def finishing(
     arguments: dict[str, Any],
     *,
     synced_gpus: bool,
-) -> Callable[[Any], Any]:
+) -> Callable[[Any, Tensor], Any] | None:
     """A function that adds routers' choices and a trainer's log-probabilities to a loop's output, if asked for.
+
+    It is given the output, and ``[rows]`` int64: tokens that each row drew up to its end.
 
     Args:
         prompts: ``[rows, width]`` int64.
@@ -71,12 +73,12 @@ def finishing(
     if not (recorders or config.return_dict_in_generate):
         state = None
     if state is None and recorder is None:
-        return lambda output: output
+        return None
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
     mask = arguments.get("attention_mask")
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
-    shown = partial(_shown, mask, Stopping(criteria, prompts.device), pad_token(config))
-    add: Callable[[Any], Any] = lambda output: output  # noqa: E731
+    shown = partial(_shown, mask, Stopping(criteria, prompts.device))
+    add: Callable[[Any, Tensor], Any] = lambda output, drawn: output  # noqa: E731
     if state is not None:
         why = refusal or reason_of(check_noise, model.modules())
         if synced_gpus:  # rows of other lengths may take another number of passes
@@ -98,9 +100,9 @@ def finishing(
     _require_text(f"{CHOICES}=True", refusal, "or leave it out")
     recorder.begin(arguments.get(CACHE))
 
-    def finish(output: Any) -> Any:
-        choices = recorder.finish(output.sequences, shown(output.sequences))
-        return add(FastDecodeOutput(**{**output, "router_choices": choices}))
+    def finish(output: Any, drawn: Tensor) -> Any:
+        choices = recorder.finish(output.sequences, shown(output.sequences, drawn))
+        return add(FastDecodeOutput(**{**output, "router_choices": choices}), drawn)
 
     return finish
 
@@ -156,25 +158,25 @@ class _TrainerLogProbs:
 
     model: PreTrainedModel
     width: int  # tokens of the prompts, padding included
-    shown: Callable[[Tensor], Tensor]  # maps finished rows to their mask, see `_shown`
+    shown: Callable[[Tensor, Tensor], Tensor]  # maps finished rows, and their tokens, to their mask, see `_shown`
     sampler: TransformersSampler
     recorders: Sequence[TokenLogProbs]  # get the raw ones
 
     @torch.no_grad()
-    def __call__(self, output: Any) -> Any:
-        """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
+    def __call__(self, output: Any, drawn: Tensor) -> Any:
+        """The output of a loop whose rows have `drawn` so many tokens; if it has fields, with log-probabilities."""
         sequences = output if isinstance(output, Tensor) else output.sequences
         processes = sequences is not output and not self.sampler.needs_all_rows
-        raw, processed = self._of(sequences, processes=processes)
+        raw, processed = self._of(sequences, self.shown(sequences, drawn), processes=processes)
         for recorder in self.recorders:
             recorder.take(raw, sequences[:, self.width :])
         if sequences is output:
             return output
         return FastDecodeOutput(**{**output, "logprobs": raw, "processed_logprobs": processed if processes else None})
 
-    def _of(self, sequences: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
+    def _of(self, sequences: Tensor, mask: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
         """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
-        width, mask = self.width, self.shown(sequences)
+        width = self.width
         tokens, drawn = sequences[:, width:], mask[:, width:] > 0
         raw = torch.zeros_like(tokens, dtype=torch.float32)
         processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
@@ -214,14 +216,14 @@ class _TrainerLogProbs:
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
 
 
-def _shown(mask: Tensor, stopping: Stopping, pad: Tensor | None, sequences: Tensor) -> Tensor:
-    """The mask of finished rows, of which each has drawn up to its end token, or up to `pad` after a stop."""
+def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) -> Tensor:
+    """The mask of finished rows, of which each has drawn so many tokens, before padding up to an end token."""
     tokens = sequences[:, mask.shape[1] :]
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
-    if stopping.custom and stopping.pads and pad is not None:
-        real = (tokens != pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
-        drawn &= real.flip(1).cumsum(1).flip(1) > 0
+    if stopping.pads:
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        drawn &= (steps < counts[:, None]) | (ends > 0)  # an end token may pad, too
     return torch.cat([mask, drawn.to(mask.dtype)], dim=1)
 
 

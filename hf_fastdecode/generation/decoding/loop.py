@@ -378,8 +378,12 @@ def decode_shared(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
-) -> FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor:
-    """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
+) -> tuple[FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor, Tensor]:
+    """Decode after `start_shared`; further arguments as for transformers' decoding loops.
+
+    Returns:
+        The call's output, and ``[rows]`` int64: tokens that each row drew up to its end.
+    """
     model, config = call.model, call.config
     call.report.fused = call.structure.fused_names  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
@@ -417,15 +421,16 @@ def decode_shared(
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = loop.run()
     if not call.returns_cache:
-        return wave.tokens
+        return wave.tokens, wave.ends
     kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput
-    return kind(
+    output = kind(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,
         logits=tuple(wave.logits) if config.output_logits else None,
         logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
         **{CACHE: start.cache},
     )
+    return output, wave.ends
 
 
 @dataclass

@@ -46,7 +46,7 @@ from ..call_context import (
 )
 from ..decoding.log_probs import CHOICES, finishing, require_scored
 from ..decoding.loop import decode_shared
-from ..decoding.stopping import agreed_criteria
+from ..decoding.stopping import CountedCriteria, agreed_criteria
 from ..forward_pass import forget_offset, left_out
 from ..inputs.distinct import encode_distinct, tokens_of_encoder
 from ..model_state import ModelState
@@ -394,9 +394,10 @@ def decode(
                         "on a GPU they are captured in CUDA graphs"
                     )
                 parts = input_ids, logits_processor, stopping_criteria, streamer
-                shared = decode_shared(call, passes.make_steps, start, *parts)
+                shared, drawn = decode_shared(call, passes.make_steps, start, *parts)
         if not call.runs_stock:
-            return finish(_for_callers(model, shared))
+            shared = _for_callers(model, shared)
+            return shared if finish is None else finish(shared, drawn)
         if call.recorder is not None:
             call.recorder.begin(model_kwargs.get(CACHE))
         if call.must_share:  # its prompts cannot use the given cache
@@ -414,6 +415,8 @@ def decode(
     if (of_model := active_call_of(model)) is not None and of_model.structure is not None:
         ranks, device = of_model.structure.ranks, input_ids.device
         stopping_criteria = agreed_criteria(ranks, stopping_criteria, generation_config, device)
+    if finish is not None:
+        stopping_criteria = counted = CountedCriteria(stopping_criteria, input_ids)
     output = stock(
         model,
         input_ids,
@@ -424,7 +427,8 @@ def decode(
         streamer=streamer,
         **model_kwargs,
     )
-    return finish(_for_callers(model, output))
+    output = _for_callers(model, output)
+    return output if finish is None else finish(output, counted.drawn)
 
 
 def _for_callers(model: PreTrainedModel, output: Any) -> Any:
