@@ -421,6 +421,13 @@ def _with(known: Tensor | None, more: Tensor) -> Tensor:
 class NotFiniteError(ArithmeticError):
     """Raised for NaN logits, from which no token can be sampled."""
 
+    def __init__(
+        self,
+        message: str = "the model's logits are NaN, from which no token can be drawn; see whether its weights are "
+        "finite, and load it with dtype=torch.float32 if they are",
+    ):
+        super().__init__(message)
+
 
 class TokenLogProbs(LogitsProcessor):
     """Records the raw log-probability of every token sampled by a `generate` call.

@@ -217,8 +217,10 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
 def _recorder(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
     """A recorder if a call, or its config, asks for what routers choose; takes that out of the arguments."""
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-    if (asked := bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False)))) and cache_in(kwargs) is not None:
-        raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
+    asked, cache = bool(kwargs.pop(CHOICES, getattr(config, CHOICES, False))), cache_in(kwargs)
+    if asked and cache is not None:
+        name = next(name for name, value in kwargs.items() if value is cache)
+        raise ValueError(f"{CHOICES}=True needs a cache that the call itself makes; leave {name} out")
     return Recorder(model) if asked else None
 
 
