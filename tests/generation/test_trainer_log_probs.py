@@ -294,6 +294,34 @@ def test_nothing_is_scored_unless_asked_for():
     assert output.logprobs is output.processed_logprobs is None
 
 
+@pytest.mark.parametrize(
+    ("name", "hidden", "remedy"),
+    [
+        ("gpt2", slice(10), "give prompts of one length, without padding"),
+        ("gpt2", slice(0), None),
+        ("opt", slice(10), None),
+        ("qwen3", slice(10), None),
+        ("qwen3", slice(50, 52), "pad prompts at the left alone"),
+        ("qwen3", slice(60, 70), "pad prompts at the left alone"),
+    ],
+)
+def test_other_positions_than_those_of_steps_are_told(name, hidden, remedy, caplog):
+    """By one warning, where they change what a model computes: see the steps' own log-probabilities."""
+    mask = torch.ones_like(PROMPTS["attention_mask"])
+    mask[:1, hidden] = 0
+    prompts, arguments = PROMPTS | {"attention_mask": mask}, RETURNED | {"max_new_tokens": 3}
+    model = tiny_model(name)
+    stock = sampled(model, arguments | {"output_logits": True}, prompts)
+    fd.enable(model, log_probs="trainer", min_saved_tokens=1)
+    for _ in range(2):
+        output = sampled(model, arguments, prompts)
+    assert torch.equal(output.sequences, stock.sequences)
+    steps = torch.stack(stock.logits, 1).log_softmax(-1).gather(2, stock.sequences[:, WIDTH:, None])[..., 0]
+    assert ((steps - output.logprobs).abs().max() > 1e-2) == (remedy is not None)
+    told = [record.message for record in caplog.records if "without position_ids, counts" in record.message]
+    assert [message.split("; ")[1] for message in told] == ([] if remedy is None else [remedy])
+
+
 def test_processors_of_whole_batches_leave_processed_ones_out():
     output = sampled(enabled(), SAMPLED | {"encoder_repetition_penalty": 1.2, "num_return_sequences": 1})
     assert output.logprobs is not None

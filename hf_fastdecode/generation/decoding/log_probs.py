@@ -30,7 +30,7 @@ from transformers.generation import GenerationMode
 from ..._compat import CACHE, setting
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread, scores_rows
-from ..forward_pass import PromptNames, input_device, prompt_names
+from ..forward_pass import POSITIONS_OF_MASKS, PromptNames, input_device, prompt_names, reads_positions
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
@@ -166,8 +166,9 @@ class _TrainerLogProbs:
     def __call__(self, output: Any, drawn: Tensor) -> Any:
         """The output of a loop whose rows have `drawn` so many tokens; if it has fields, with log-probabilities."""
         sequences = output if isinstance(output, Tensor) else output.sequences
-        processes = sequences is not output and not self.sampler.needs_all_rows
-        raw, processed = self._of(sequences, self.shown(sequences, drawn), processes=processes)
+        processes, mask = sequences is not output and not self.sampler.needs_all_rows, self.shown(sequences, drawn)
+        _warn_of_positions(self.model, mask[:, : self.width] > 0)
+        raw, processed = self._of(sequences, mask, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw, sequences[:, self.width :])
         if sequences is output:
@@ -225,6 +226,23 @@ def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) 
         steps = torch.arange(tokens.shape[1], device=tokens.device)
         drawn &= (steps < counts[:, None]) | (ends > 0)  # an end token may pad, too
     return torch.cat([mask, drawn.to(mask.dtype)], dim=1)
+
+
+def _warn_of_positions(model: PreTrainedModel, shown: Tensor) -> None:
+    """Log once if a pass without positions places tokens otherwise than the steps, by the mask ``[rows, width]``."""
+    config = model.config.get_text_config()
+    if not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS:
+        return
+    rotary = any(hasattr(config, name) for name in ("rope_parameters", "rotary_dim"))  # which offsets do not change
+    gaps = (shown[:, :-1] & ~shown[:, 1:]).any()
+    padded, gaps = torch.stack([(~shown).any(), gaps]).tolist()
+    if (state := state_of(model)) is not None and (gaps or (padded and not rotary)):
+        remedy = "pad prompts at the left alone" if rotary else "give prompts of one length, without padding"
+        state.log_once(
+            "log_probs='trainer': steps have counted what the attention mask shows, and a trainer's pass, without "
+            "position_ids, counts hidden tokens too, so that log-probabilities may not be those that tokens "
+            f"were drawn with; {remedy}"
+        )
 
 
 def _is_filter(processor: LogitsProcessor) -> bool:
