@@ -12,14 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import Unsupported
-from ..generation.forward_pass import PromptNames, reduced
+from ..generation.forward_pass import POSITIONS_OF_MASKS, PromptNames, reduced
 from ..generation.support import is_nothing
 from .trie import Numbers, Row, Trie, build_trie
 
 NAMES: Final = PromptNames()
-
-_POSITIONS_OF_MASKS: Final = frozenset({"opt"})
-"""Model types that count positions, where they are given none, by what the mask shows."""
 
 _READ: Final = frozenset({*NAMES, "use_cache", "output_hidden_states", "return_dict"})
 WITHOUT_EFFECT: Final = frozenset({"num_items_in_batch", "cache_position", "logits_to_keep", "labels", "shift_labels"})
@@ -85,7 +82,7 @@ def read_batch(decoder: PreTrainedModel, given: Mapping[str, Any], *, least: int
     spans = [(0, width)] * rows if mask is None else list(_spans(mask))
     positions, planes = _positions(given.get(NAMES.positions), given.get(NAMES.mask), rows, width)
     if positions is None:
-        counts_shown = decoder.config.model_type in _POSITIONS_OF_MASKS
+        counts_shown = decoder.config.model_type in POSITIONS_OF_MASKS
         firsts = [0 if counts_shown else start for start, _ in spans]
     else:
         firsts = [_first(row[start:stop]) for row, (start, stop) in zip(positions, spans, strict=True)]

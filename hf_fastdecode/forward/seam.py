@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from .._compat import CACHE, cache_in, stored_parts, tensor_version, with_cache
 from ..cache.shared import named_arguments
 from ..errors import Unsupported, reason_of
-from ..generation.call_context import active_call_of_thread
+from ..generation.call_context import active_call_of_thread, scores_rows
 from ..generation.model_state import ModelState
 from ..generation.options import Options
 from ..generation.report import ForwardReport
@@ -216,7 +216,7 @@ def _check_gain(options: Options, trie: Trie, *, counts_padding: bool) -> None:
 
 def _most_kept(options: Options, decoder: PreTrainedModel, given: dict[str, Any]) -> int:
     """Bytes that the pass may keep for later ones."""
-    return options.reused_bytes if _may_keep(decoder, given) else 0
+    return options.reused_bytes if _may_keep(decoder, given) and not scores_rows.get() else 0
 
 
 def _may_keep(decoder: PreTrainedModel, given: dict[str, Any]) -> bool:

@@ -243,6 +243,10 @@ def calls_of_prefill() -> AbstractContextManager[None]:
     return setting(_of_prefill, True)
 
 
+scores_rows: ContextVar[bool] = ContextVar("hf_fastdecode_scores_rows", default=False)
+"""Whether this thread's pass scores rows as a trainer's with gradients would: it neither reads nor keeps prefixes."""
+
+
 @dataclass
 class ActiveCall:
     """A `generate` call in progress."""

@@ -23,6 +23,9 @@ from ..cache.layers.cross import ENCODER_OUTPUTS
 from ..cache.shared import SharedContextCache
 from ..kernels.device import stream_for
 
+POSITIONS_OF_MASKS: Final = frozenset({"opt"})
+"""Model types that count positions, where they are given none, by what the mask shows."""
+
 
 class PromptNames(NamedTuple):
     """Names of arguments that say what the decoder, or the whole model if it has no encoder, is given."""

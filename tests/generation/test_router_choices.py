@@ -175,11 +175,11 @@ def test_what_is_not_recorded_is_refused(arguments, expected):
         sampled(fd.enable(mixture()), **arguments)
 
 
-def test_caches_that_hold_tokens_are_refused():
+def test_given_caches_are_refused():
     model = fd.enable(mixture(), min_saved_tokens=1)
-    cache = fd.prefill(model, PROMPTS)
-    with pytest.raises(ValueError, match="which holds some"):
-        sampled(model, **{CACHE: cache})
+    for name, cache in ((CACHE, fd.prefill(model, PROMPTS)), ("past_key_values", DynamicCache())):
+        with pytest.raises(ValueError, match=f"a cache that the call itself makes; leave {name} out"):
+            sampled(model, **{name: cache})
 
 
 def test_models_without_such_routers_are_refused():

@@ -90,7 +90,7 @@ def test_logits_that_are_no_numbers():
     for enabled in (False, True):
         if enabled:
             fd.enable(model, min_saved_tokens=1)
-        with pytest.raises(NotFiniteError):
+        with pytest.raises(NotFiniteError, match=r"logits are NaN, .*; see whether its weights are finite"):
             model.generate(**PROMPTS, max_new_tokens=3, logits_processor=[TokenLogProbs()])
 
 

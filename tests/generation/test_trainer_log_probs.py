@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import StoppingCriteria, T5Config, T5ForConditionalGeneration
 
 import hf_fastdecode as fd
 from hf_fastdecode.generation.decoding import log_probs
@@ -81,6 +81,18 @@ def test_they_have_the_bits_of_the_models_own_pass(name, dtype, batch):
         assert torch.equal(output.logprobs, expected.where(drawn, 0.0))
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma3_text"])
+def test_kept_prefixes_do_not_change_them(name):
+    """Passes with gradients begin with none, in later calls and of one row, too."""
+    model = enabled(name, reuse_prefix=True)
+    for prompts in (PROMPTS, PROMPTS, BATCHES["one row"][0]):
+        output = sampled(model, CUT | {"num_return_sequences": 1}, prompts)
+        rows, drawn = rows_of(output.sequences, of=prompts)
+        if len(output.sequences) == 1:
+            rows["logits_to_keep"] = torch.arange(WIDTH - 1, output.sequences.shape[1] - 1)
+        assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
 @pytest.mark.parametrize("arguments", [CUT, RETURNED | {"eos_token_id": ENDS}], ids=["sampled", "greedy"])
 def test_raw_and_processed_are_stocks(arguments):
     model = tiny_model("qwen3")
@@ -109,6 +121,33 @@ def test_rows_that_stop_strings_end(pad):
     assert (drawn.sum(1) < drawn.shape[1]).any()
     with fd.enabled(model, min_saved_tokens=1), torch.no_grad():
         assert torch.equal(output.logprobs, by_trainer(model, rows).where(drawn, 0.0))
+
+
+@pytest.mark.parametrize("path", ["shared", "stock"])
+def test_a_pad_token_that_is_drawn_counts(path):
+    """Unless it is padding: after a stop, also one at a pad token that was drawn."""
+    pad, stop, tokens = 50, 49, {49, 50, 51, 52, 53}
+
+    class Stops(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            last, before = input_ids[:, -1], input_ids[:, -2]
+            return (last == stop) | ((last == pad) & (before == pad))
+
+    arguments = {
+        **{"max_new_tokens": 3, "eos_token_id": 2, "pad_token_id": pad, "num_return_sequences": 16},
+        **{"suppress_tokens": sorted(set(range(97)) - tokens), "stopping_criteria": [Stops()], "temperature": 3.0},
+        "use_cache": path == "shared",
+    }
+    model = enabled()
+    output = sampled(model, SAMPLED | arguments)
+    assert fd.explain(model).last_call.path == path
+    found = set()
+    for row, numbers in zip(output.sequences[:, WIDTH - 1 :].tolist(), output.processed_logprobs, strict=True):
+        ends = [at for at in range(1, len(row)) if row[at] == stop or row[at] == row[at - 1] == pad]
+        count = ends[0] if ends else len(row) - 1
+        assert (numbers < 0).tolist() == [step < count for step in range(len(numbers))]
+        found.add((row[count] == pad, bool(ends)))
+    assert found == {(True, True), (True, False), (False, True), (False, False)}
 
 
 def test_a_drawn_token_counts_as_kept(monkeypatch):
@@ -225,6 +264,25 @@ def test_calls_that_run_stock_and_recorders_have_them():
         assert short.logprobs.max() < 0
 
 
+def test_subclasses_of_recorders_have_them():
+    """Unless one computes numbers of its own."""
+    kind = type("Recorder", (fd.TokenLogProbs,), {})
+    own = type("Own", (kind,), {"__call__": lambda self, ids, scores: kind.__call__(self, ids, scores * 2)})
+    model = enabled()
+    output = sampled(model)
+    given = {name: value for name, value in CUT.items() if name != "return_dict_in_generate"}
+    for options in ({"log_probs": "trainer"}, {}):
+        fd.enable(model, min_saved_tokens=1, **options)
+        found = []
+        for recorder in (fd.TokenLogProbs(), kind(), own()):
+            sequences = sampled(model, given | {"logits_processor": [recorder]})
+            found.append(recorder.of(sequences[:, WIDTH:]))
+        assert torch.equal(found[0], found[1])
+        assert not torch.equal(found[0], found[2])
+        if options:
+            assert torch.equal(found[0], output.logprobs)
+
+
 def test_nothing_is_scored_unless_asked_for():
     model = enabled()
     sampled(model, CUT | {"return_dict_in_generate": False})
@@ -234,6 +292,34 @@ def test_nothing_is_scored_unless_asked_for():
     output = sampled(model)
     assert fd.explain(model).last_forward is None
     assert output.logprobs is output.processed_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden", "remedy"),
+    [
+        ("gpt2", slice(10), "give prompts of one length, without padding"),
+        ("gpt2", slice(0), None),
+        ("opt", slice(10), None),
+        ("qwen3", slice(10), None),
+        ("qwen3", slice(50, 52), "pad prompts at the left alone"),
+        ("qwen3", slice(60, 70), "pad prompts at the left alone"),
+    ],
+)
+def test_other_positions_than_those_of_steps_are_told(name, hidden, remedy, caplog):
+    """By one warning, where they change what a model computes: see the steps' own log-probabilities."""
+    mask = torch.ones_like(PROMPTS["attention_mask"])
+    mask[:1, hidden] = 0
+    prompts, arguments = PROMPTS | {"attention_mask": mask}, RETURNED | {"max_new_tokens": 3}
+    model = tiny_model(name)
+    stock = sampled(model, arguments | {"output_logits": True}, prompts)
+    fd.enable(model, log_probs="trainer", min_saved_tokens=1)
+    for _ in range(2):
+        output = sampled(model, arguments, prompts)
+    assert torch.equal(output.sequences, stock.sequences)
+    steps = torch.stack(stock.logits, 1).log_softmax(-1).gather(2, stock.sequences[:, WIDTH:, None])[..., 0]
+    assert ((steps - output.logprobs).abs().max() > 1e-2) == (remedy is not None)
+    told = [record.message for record in caplog.records if "without position_ids, counts" in record.message]
+    assert [message.split("; ")[1] for message in told] == ([] if remedy is None else [remedy])
 
 
 def test_processors_of_whole_batches_leave_processed_ones_out():

@@ -27,14 +27,14 @@ from transformers import (
 )
 from transformers.generation import GenerationMode
 
-from ..._compat import CACHE, pad_token
+from ..._compat import CACHE, setting
 from ...errors import reason_of
-from ..call_context import active_call_of, active_call_of_thread
-from ..forward_pass import PromptNames, input_device, prompt_names
+from ..call_context import active_call_of, active_call_of_thread, scores_rows
+from ..forward_pass import POSITIONS_OF_MASKS, PromptNames, input_device, prompt_names, reads_positions
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
-from .sampling import TokenLogProbs, TransformersSampler
+from .sampling import TokenLogProbs, TransformersSampler, is_recorder
 from .stopping import Stopping
 
 _LOGITS: Final = 2**27
@@ -55,8 +55,10 @@ def finishing(
     arguments: dict[str, Any],
     *,
     synced_gpus: bool,
-) -> Callable[[Any], Any]:
+) -> Callable[[Any, Tensor], Any] | None:
     """A function that adds routers' choices and a trainer's log-probabilities to a loop's output, if asked for.
+
+    It is given the output, and ``[rows]`` int64: tokens that each row drew up to its end.
 
     Args:
         prompts: ``[rows, width]`` int64.
@@ -66,24 +68,25 @@ def finishing(
     Raises:
         ValueError: They are asked for, and not to be had of the call's rows.
     """
-    call, recorders = active_call_of(model), [one for one in processors if type(one) is TokenLogProbs]
+    call, recorders = active_call_of(model), [one for one in processors if is_recorder(one)]
     state, recorder = _scoring_state(model), None if call is None else call.recorder
     if not (recorders or config.return_dict_in_generate):
         state = None
     if state is None and recorder is None:
-        return lambda output: output
+        return None
     refusal = _refusal(model, config.get_generation_mode(arguments.get("assistant_model")))
     mask = arguments.get("attention_mask")
     mask = torch.ones_like(prompts) if mask is None else mask.to(prompts.device)
-    shown = partial(_shown, mask, Stopping(criteria, prompts.device), pad_token(config))
-    add: Callable[[Any], Any] = lambda output: output  # noqa: E731
+    shown = partial(_shown, mask, Stopping(criteria, prompts.device))
+    add: Callable[[Any, Tensor], Any] = lambda output, drawn: output  # noqa: E731
     if state is not None:
         why = refusal or reason_of(check_noise, model.modules())
         if synced_gpus:  # rows of other lengths may take another number of passes
             why = "synced_gpus=True asks for as many passes of all processes; use synced_gpus=False"
         _require_text("log_probs='trainer'", why, "or enable the model with log_probs='auto'")
-        without = TokenLogProbs, LogitNormalization  # which change no probability
-        others = LogitsProcessorList(one for one in processors if type(one) not in without)
+        others = LogitsProcessorList(  # without those that change no probability
+            one for one in processors if not (is_recorder(one) or type(one) is LogitNormalization)
+        )
         sampler = TransformersSampler(others, do_sample=config.do_sample, rows=len(prompts))
         add = _TrainerLogProbs(model, prompts.shape[1], shown, sampler, recorders)
     if call is None or recorder is None:
@@ -97,9 +100,9 @@ def finishing(
     _require_text(f"{CHOICES}=True", refusal, "or leave it out")
     recorder.begin(arguments.get(CACHE))
 
-    def finish(output: Any) -> Any:
-        choices = recorder.finish(output.sequences, shown(output.sequences))
-        return add(FastDecodeOutput(**{**output, "router_choices": choices}))
+    def finish(output: Any, drawn: Tensor) -> Any:
+        choices = recorder.finish(output.sequences, shown(output.sequences, drawn))
+        return add(FastDecodeOutput(**{**output, "router_choices": choices}), drawn)
 
     return finish
 
@@ -128,7 +131,7 @@ def require_scored(model: PreTrainedModel, arguments: Mapping[str, Any], why: st
     """Raise ValueError if a call of `generate` asks for a trainer's log-probabilities, and is not given our loop."""
     name, config = "return_dict_in_generate", arguments.get("generation_config")
     returns = arguments.get(name, field_of_call(model, config, name))
-    asks = returns or any(type(one) is TokenLogProbs for one in arguments.get("logits_processor") or ())
+    asks = returns or any(is_recorder(one) for one in arguments.get("logits_processor") or ())
     if asks and (state := state_of(model)) is not None and state.options.log_probs == "trainer":
         raise ValueError(
             f"log_probs='trainer' is for rows that this package's loop draws, and {why}; ask for sequences alone, or "
@@ -161,25 +164,26 @@ class _TrainerLogProbs:
 
     model: PreTrainedModel
     width: int  # tokens of the prompts, padding included
-    shown: Callable[[Tensor], Tensor]  # maps finished rows to their mask, see `_shown`
+    shown: Callable[[Tensor, Tensor], Tensor]  # maps finished rows, and their tokens, to their mask, see `_shown`
     sampler: TransformersSampler
     recorders: Sequence[TokenLogProbs]  # get the raw ones
 
     @torch.no_grad()
-    def __call__(self, output: Any) -> Any:
-        """The output of a loop, with `logprobs` and `processed_logprobs` if it has fields."""
+    def __call__(self, output: Any, drawn: Tensor) -> Any:
+        """The output of a loop whose rows have `drawn` so many tokens; if it has fields, with log-probabilities."""
         sequences = output if isinstance(output, Tensor) else output.sequences
-        processes = sequences is not output and not self.sampler.needs_all_rows
-        raw, processed = self._of(sequences, processes=processes)
+        processes, mask = sequences is not output and not self.sampler.needs_all_rows, self.shown(sequences, drawn)
+        _warn_of_positions(self.model, mask[:, : self.width] > 0)
+        raw, processed = self._of(sequences, mask, processes=processes)
         for recorder in self.recorders:
             recorder.take(raw, sequences[:, self.width :])
         if sequences is output:
             return output
         return FastDecodeOutput(**{**output, "logprobs": raw, "processed_logprobs": processed if processes else None})
 
-    def _of(self, sequences: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
+    def _of(self, sequences: Tensor, mask: Tensor, *, processes: bool) -> tuple[Tensor, Tensor]:
         """Raw and, if asked for, processed log-probabilities ``[rows, steps]`` of ``[rows, width + steps]`` ids."""
-        width, mask = self.width, self.shown(sequences)
+        width = self.width
         tokens, drawn = sequences[:, width:], mask[:, width:] > 0
         raw = torch.zeros_like(tokens, dtype=torch.float32)
         processed, numbers = torch.zeros_like(raw), torch.arange(len(tokens), device=tokens.device)
@@ -214,19 +218,37 @@ class _TrainerLogProbs:
         given = {"input_ids": ids.to(device), "attention_mask": mask.to(device), "use_cache": False}
         if takes := "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             given["logits_to_keep"] = columns
-        logits: Tensor = self.model(**given).logits
+        with setting(scores_rows, True):
+            logits: Tensor = self.model(**given).logits
         return (logits if takes else logits[:, columns]).to(ids.device, torch.float32)
 
 
-def _shown(mask: Tensor, stopping: Stopping, pad: Tensor | None, sequences: Tensor) -> Tensor:
-    """The mask of finished rows, of which each has drawn up to its end token, or up to `pad` after a stop."""
+def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) -> Tensor:
+    """The mask of finished rows, of which each has drawn so many tokens, before padding up to an end token."""
     tokens = sequences[:, mask.shape[1] :]
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
-    if stopping.custom and stopping.pads and pad is not None:
-        real = (tokens != pad.to(tokens.device)) | (ends > 0)  # an end token may pad, too
-        drawn &= real.flip(1).cumsum(1).flip(1) > 0
+    if stopping.pads:
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
+        drawn &= (steps < counts[:, None]) | (ends > 0)  # an end token may pad, too
     return torch.cat([mask, drawn.to(mask.dtype)], dim=1)
+
+
+def _warn_of_positions(model: PreTrainedModel, shown: Tensor) -> None:
+    """Log once if a pass without positions places tokens otherwise than the steps, by the mask ``[rows, width]``."""
+    config = model.config.get_text_config()
+    if not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS:
+        return
+    rotary = any(hasattr(config, name) for name in ("rope_parameters", "rotary_dim"))  # which offsets do not change
+    gaps = (shown[:, :-1] & ~shown[:, 1:]).any()
+    padded, gaps = torch.stack([(~shown).any(), gaps]).tolist()
+    if (state := state_of(model)) is not None and (gaps or (padded and not rotary)):
+        remedy = "pad prompts at the left alone" if rotary else "give prompts of one length, without padding"
+        state.log_once(
+            "log_probs='trainer': steps have counted what the attention mask shows, and a trainer's pass, without "
+            "position_ids, counts hidden tokens too, so that log-probabilities may not be those that tokens "
+            f"were drawn with; {remedy}"
+        )
 
 
 def _is_filter(processor: LogitsProcessor) -> bool:

@@ -33,7 +33,7 @@ from ..routing.choices import RouterChoices
 from ..steps.modes import EagerSteps, Steps, StepsMaker
 from ..support import step_arguments
 from .refill import Refill
-from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, set_generator_state
+from .sampling import Drawn, Sampler, TokenLogProbs, choose_sampler, generator_state, is_recorder, set_generator_state
 from .stopping import Decisions, Ends, FinishedRowPoller, Stopping
 from .waves import Logits, Wave, concatenate, rows_that_fit
 
@@ -378,13 +378,17 @@ def decode_shared(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     streamer: BaseStreamer | None,
-) -> FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor:
-    """Decode after `start_shared`; further arguments as for transformers' decoding loops."""
+) -> tuple[FastDecodeOutput | FastDecodeEncoderDecoderOutput | Tensor, Tensor]:
+    """Decode after `start_shared`; further arguments as for transformers' decoding loops.
+
+    Returns:
+        The call's output, and ``[rows]`` int64: tokens that each row drew up to its end.
+    """
     model, config = call.model, call.config
     call.report.fused = call.structure.fused_names  # found while the device prefills
     input_ids = input_ids.long()  # dtype of sampled tokens
     stopping = Stopping(criteria, input_ids.device)
-    recorders = [one for one in processors if type(one) is TokenLogProbs]
+    recorders = [one for one in processors if is_recorder(one)]
     log_probs = recorders[0] if len(recorders) == 1 else None
     processors = LogitsProcessorList(one for one in processors if one is not log_probs)
     form = start.logits.device, start.logits.dtype
@@ -417,15 +421,16 @@ def decode_shared(
     with decode_context(model, min(len(input_ids), call.options.max_rows or len(input_ids))):
         wave = loop.run()
     if not call.returns_cache:
-        return wave.tokens
+        return wave.tokens, wave.ends
     kind = FastDecodeEncoderDecoderOutput if model.config.is_encoder_decoder else FastDecodeOutput
-    return kind(
+    output = kind(
         sequences=wave.tokens,
         scores=tuple(wave.scores) if config.output_scores else None,
         logits=tuple(wave.logits) if config.output_logits else None,
         logprobs=torch.stack(wave.logprobs, dim=1) if wave.logprobs else None,
         **{CACHE: start.cache},
     )
+    return output, wave.ends
 
 
 @dataclass

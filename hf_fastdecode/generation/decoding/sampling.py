@@ -421,6 +421,13 @@ def _with(known: Tensor | None, more: Tensor) -> Tensor:
 class NotFiniteError(ArithmeticError):
     """Raised for NaN logits, from which no token can be sampled."""
 
+    def __init__(
+        self,
+        message: str = "the model's logits are NaN, from which no token can be drawn; see whether its weights are "
+        "finite, and load it with dtype=torch.float32 if they are",
+    ):
+        super().__init__(message)
+
 
 class TokenLogProbs(LogitsProcessor):
     """Records the raw log-probability of every token sampled by a `generate` call.
@@ -434,7 +441,8 @@ class TokenLogProbs(LogitsProcessor):
         log_probs.of(sequences[:, inputs["input_ids"].shape[1]:])
 
     In stock calls it is an ordinary processor and sees the output of earlier ones: `generate` places its processors
-    for repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after.
+    for repetition, length and suppressed tokens before a caller's own, and temperature, top-p and top-k after. So is
+    a subclass with a ``__call__`` of its own in all calls.
 
     Args:
         on_step: Called at each step with the number of tokens sampled before.
@@ -505,3 +513,8 @@ class TokenLogProbs(LogitsProcessor):
     def _note(self, tokens: Tensor) -> None:
         if self._latest is not None:
             self._drawn.append(self._latest.gather(1, tokens.to(self._latest.device)))
+
+
+def is_recorder(processor: object) -> bool:
+    """Whether a processor is a `TokenLogProbs` that records what loops give it, and computes no numbers of its own."""
+    return isinstance(processor, TokenLogProbs) and type(processor).__call__ is TokenLogProbs.__call__

@@ -152,6 +152,29 @@ class CriteriaOfRank0(StoppingCriteriaList):
         return self._ranks.first(super().__call__(input_ids, scores, **kwargs))[0]
 
 
+class CountedCriteria(StoppingCriteriaList):
+    """Stopping criteria of a loop of transformers' own, which count tokens until each row ends.
+
+    Args:
+        prompts: ``[rows, width]``.
+
+    Attributes:
+        drawn: ``[rows]`` int64: tokens of each row up to its end.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, prompts: Tensor):
+        super().__init__(criteria)
+        self._criteria, self._width = criteria, prompts.shape[1]
+        self.drawn = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
+        self._unfinished = torch.ones_like(self.drawn, dtype=torch.bool)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        ended = self._criteria(input_ids, scores, **kwargs)
+        self.drawn = self.drawn.masked_fill(self._unfinished, input_ids.shape[1] - self._width)
+        self._unfinished = self._unfinished & ~ended
+        return ended
+
+
 def agreed_criteria(
     ranks: Ranks, criteria: StoppingCriteriaList, config: GenerationConfig, device: torch.device
 ) -> StoppingCriteriaList:

@@ -46,7 +46,7 @@ from ..call_context import (
 )
 from ..decoding.log_probs import CHOICES, field_of_call, finishing, require_scored
 from ..decoding.loop import decode_shared
-from ..decoding.stopping import agreed_criteria
+from ..decoding.stopping import CountedCriteria, agreed_criteria
 from ..forward_pass import forget_offset, left_out
 from ..inputs.distinct import encode_distinct, tokens_of_encoder
 from ..model_state import ModelState
@@ -217,8 +217,10 @@ def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **k
 def _recorder(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recorder | None:
     """A recorder if a call, or its config, asks for what routers choose; takes that out of the arguments."""
     config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
-    if (asked := bool(kwargs.pop(CHOICES, field_of_call(model, config, CHOICES)))) and cache_in(kwargs) is not None:
-        raise ValueError(f"{CHOICES}=True records tokens that a call computes; leave {CACHE} out, which holds some")
+    asked, cache = bool(kwargs.pop(CHOICES, field_of_call(model, config, CHOICES))), cache_in(kwargs)
+    if asked and cache is not None:
+        name = next(name for name, value in kwargs.items() if value is cache)
+        raise ValueError(f"{CHOICES}=True needs a cache that the call itself makes; leave {name} out")
     return Recorder(model) if asked else None
 
 
@@ -394,9 +396,10 @@ def decode(
                         "on a GPU they are captured in CUDA graphs"
                     )
                 parts = input_ids, logits_processor, stopping_criteria, streamer
-                shared = decode_shared(call, passes.make_steps, start, *parts)
+                shared, drawn = decode_shared(call, passes.make_steps, start, *parts)
         if not call.runs_stock:
-            return finish(_for_callers(model, shared))
+            shared = _for_callers(model, shared)
+            return shared if finish is None else finish(shared, drawn)
         if call.recorder is not None:
             call.recorder.begin(model_kwargs.get(CACHE))
         if call.must_share:  # its prompts cannot use the given cache
@@ -414,6 +417,8 @@ def decode(
     if (of_model := active_call_of(model)) is not None and of_model.structure is not None:
         ranks, device = of_model.structure.ranks, input_ids.device
         stopping_criteria = agreed_criteria(ranks, stopping_criteria, generation_config, device)
+    if finish is not None:
+        stopping_criteria = counted = CountedCriteria(stopping_criteria, input_ids)
     output = stock(
         model,
         input_ids,
@@ -424,7 +429,8 @@ def decode(
         streamer=streamer,
         **model_kwargs,
     )
-    return finish(_for_callers(model, output))
+    output = _for_callers(model, output)
+    return output if finish is None else finish(output, counted.drawn)
 
 
 def _for_callers(model: PreTrainedModel, output: Any) -> Any:
