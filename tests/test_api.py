@@ -181,7 +181,7 @@ def test_a_pickled_model_is_loaded_disabled(model, caplog):
     with fd.enabled(model):
         loaded, _ = pickle.loads(pickle.dumps(model)), pickle.dumps(model)
     (told,) = [record.message for record in caplog.records if record.name == "hf_fastdecode"]
-    assert "loads as it was before enable: call hf_fastdecode.enable(model) on what is loaded" in told
+    assert "it is as before enable: call hf_fastdecode.enable(model) on what is loaded" in told
     assert str(fd.explain(loaded)) == "LlamaForCausalLM: not enabled; call hf_fastdecode.enable(model)"
     expected = seeded(lambda: model.generate(**PROMPT, **SAMPLING))
     assert torch.equal(seeded(lambda: loaded.generate(**PROMPT, **SAMPLING)), expected)

@@ -80,7 +80,7 @@ class ModelState:
         """None: overrides are not pickled, so that the model loads as before `enable`, also without this package."""
         if self.owner is None:
             then = "call hf_fastdecode.enable(model) on what is loaded"
-            self.log_once(f"a pickled model loads as it was before enable: {then}")
+            self.log_once(f"if this pickled model is loaded, it is as before enable: {then}")
         return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:

@@ -15,7 +15,7 @@ from hf_fastdecode.generation.decoding import log_probs
 from hf_fastdecode.generation.model_state import state_of
 from hf_fastdecode.generation.structure import Structure
 
-from ..tiny_models import ragged_prompts, seeded, tiny_model
+from ..tiny_models import ragged_prompts, seeded, tiny_model, tiny_model_of_type
 from .test_many_rows import letters
 
 WIDTH, SAMPLES = 70, 4
@@ -320,6 +320,18 @@ def test_other_positions_than_those_of_steps_are_told(name, hidden, remedy, capl
     assert ((steps - output.logprobs).abs().max() > 1e-2) == (remedy is not None)
     told = [record.message for record in caplog.records if "without position_ids, counts" in record.message]
     assert [message.split("; ")[1] for message in told] == ([] if remedy is None else [remedy])
+
+
+def test_padding_tells_nothing_of_positions_that_attention_does_not_read(caplog):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "mamba_num_heads": 4}
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16}
+    model = tiny_model_of_type("nemotron_h", layers_block_type=["mamba", "attention"], **heads, **sizes)
+    fd.enable(model, log_probs="trainer", min_saved_tokens=1)
+    mask = torch.ones_like(PROMPTS["attention_mask"])
+    mask[:1, :10] = 0
+    output = sampled(model, RETURNED | {"max_new_tokens": 3}, PROMPTS | {"attention_mask": mask})
+    assert output.logprobs is not None
+    assert not any("without position_ids, counts" in record.message for record in caplog.records)
 
 
 def test_processors_of_whole_batches_leave_processed_ones_out():

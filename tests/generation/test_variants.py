@@ -35,7 +35,7 @@ OF_ROWS = {
     "qwen3": "attend_suffixes" + 3 * " row_products",
     "qwen3_5_text": "attend_suffixes" + 5 * " row_products",
     "nemotron_h": "attend_suffixes" + 3 * " row_products",
-    "deepseek_v2": "absorb attend_suffixes list_pairs products products route row_products row_products",
+    "deepseek_v2": "attend_suffixes list_pairs products products row_products row_products",
 }
 """Those that four times the rows add: of the step alone, whose tiles are wider, and none of scans."""
 

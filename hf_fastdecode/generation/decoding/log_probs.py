@@ -30,7 +30,7 @@ from transformers.generation import GenerationMode
 from ..._compat import CACHE, setting
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread, scores_rows
-from ..forward_pass import POSITIONS_OF_MASKS, PromptNames, input_device, prompt_names, reads_positions
+from ..forward_pass import POSITIONS_OF_MASKS, UNPLACED, PromptNames, input_device, prompt_names, reads_positions
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
@@ -236,13 +236,14 @@ def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) 
 
 def _warn_of_positions(model: PreTrainedModel, shown: Tensor) -> None:
     """Log once if a pass without positions places tokens otherwise than the steps, by the mask ``[rows, width]``."""
-    config = model.config.get_text_config()
-    if not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS:
+    config, state = model.config.get_text_config(), state_of(model)
+    if state is None or not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS | UNPLACED:
         return
-    rotary = any(hasattr(config, name) for name in ("rope_parameters", "rotary_dim"))  # which offsets do not change
+    # Offsets change nothing in these.
+    rotary = any(hasattr(config, name) for name in ("rope_parameters", "rope_theta", "rotary_dim"))
     gaps = (shown[:, :-1] & ~shown[:, 1:]).any()
     padded, gaps = torch.stack([(~shown).any(), gaps]).tolist()
-    if (state := state_of(model)) is not None and (gaps or (padded and not rotary)):
+    if gaps or (padded and not rotary):
         remedy = "pad prompts at the left alone" if rotary else "give prompts of one length, without padding"
         state.log_once(
             "log_probs='trainer': steps have counted what the attention mask shows, and a trainer's pass, without "

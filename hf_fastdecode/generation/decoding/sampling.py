@@ -480,7 +480,7 @@ class TokenLogProbs(LogitsProcessor):
         """Log-probabilities of the tokens that the call sampled.
 
         Args:
-            tokens: ``[rows, steps]`` int64: the output of `generate` without the prompts.
+            tokens: ``[rows, steps]`` int64: the output of `generate` without the prompts, padding as it is.
 
         Returns:
             ``[rows, steps]`` float32, natural logarithm; undefined after a row's end token or stop.

@@ -166,7 +166,9 @@ def _require_shareable(call: CallContext, mode: GenerationMode, active_call: Act
     if active_call.recorder is not None and (loop := other_loop(call, mode)) is not None:
         raise Unsupported(f"{CHOICES}=True does not record the loop of {loop} over a shared cache")
     if active_call.model is call.model and active_call.synced_gpus:
-        raise Unsupported("synced_gpus=True: all processes must run as many forward passes", "use synced_gpus=False")
+        raise Unsupported(
+            "synced_gpus=True: all processes must run the same number of forward passes", "use synced_gpus=False"
+        )
 
 
 def generate(model_state: ModelState, model: PreTrainedModel, /, *args: Any, **kwargs: Any) -> Any:

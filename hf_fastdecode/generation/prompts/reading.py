@@ -301,7 +301,9 @@ def _require_rows(positions: Positions, rows: int) -> None:
 def _require_counted(model: PreTrainedModel, mask: Tensor | None, positions: Positions) -> None:
     counts = reads_positions(model) and positions.ids is None and not prepares_positions(model)
     if mask is not None and counts and not bool(mask.all()):
-        raise Unsupported("without position_ids, models count the padding of prompts in positions", "give them")
+        raise Unsupported(
+            "without position_ids, models count the padding of prompts in positions", "pass position_ids"
+        )
 
 
 def _why_not_counted(model: PreTrainedModel, positions: Positions) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from ..foreign_code import held_model
@@ -33,8 +34,8 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
 
     Raises:
         ValueError: The model is not enabled, is of another type than that of the choices, or has other layers of
-            experts, fewer of them or no decoder of text. Later, passes raise it whose rows are not among the recorded
-            ones, or whose routers cannot be told what to choose.
+            experts or no decoder of text; or `stored` is none that `generate` returned. Later, passes raise it whose
+            rows are not among the recorded ones, or whose routers cannot be told what to choose.
         TypeError: `model` neither is nor wraps a transformers model, or `choices` are none.
     """
 
@@ -89,8 +90,8 @@ class replay_routing:  # noqa: N801 - used like `torch.set_grad_enabled`
                 f"{name} is a {kind} model, and the choices are of a {choices.model_type} model; use its own"
             )
         stored, most = choices.stored, max(choices.experts) - 1
-        fits = stored.dim() == 3 and stored.shape[1] == layers and not stored.is_floating_point()
-        if fits and stored.numel():
+        whole = stored.dtype in (torch.uint8, torch.int16)
+        if fits := stored.dim() == 3 and stored.shape[1] == layers and whole and stored.numel() > 0:
             pairs = zip(stored.amax((0, 2)).tolist(), choices.experts, strict=True)
             fits = bool(stored.amin() >= 0) and all(largest < experts for largest, experts in pairs)
         if not fits:
