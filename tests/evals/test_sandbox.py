@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from hf_fastdecode.evals.sandbox import (
     choose,
     python_command,
 )
+from hf_fastdecode.evals.sandbox import process as first_processes
 from hf_fastdecode.evals.sandbox.launch import Unconfined, memory_is_exhausted, usage_of, view_of
 
 from .processes import LIMITS, Edited, Outcome, outcome, running
@@ -202,6 +204,14 @@ def test_a_program_sees_an_empty_folder_and_a_cleared_environment(
     monkeypatch.setenv("SECRET", "value")
     source = "import os; print(os.getcwd(), os.listdir(), 'SECRET' in os.environ, os.getuid(), os.environ['HOME'])"
     assert run(sandbox, source).stdout == b"/tmp [] False 65534 /tmp\n"
+
+
+def test_first_processes_may_have_ended_already(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    children_of = first_processes.children_of
+    monkeypatch.setattr(first_processes, "children_of", lambda pid: [*children_of(pid), ended.pid])
+    assert run(sandbox, "print(1)").stdout == b"1\n"
 
 
 def test_paths_are_shown_where_they_are_and_cannot_be_changed(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ class Command(Holder):
             self.close()
             raise
         # Of the first process of the PID namespace: when it is gone, the kernel has ended all others.
-        self._first = [os.pidfd_open(child) for child in children_of(self.pid)] if hasattr(os, "pidfd_open") else []
+        for child in children_of(self.pid) if hasattr(os, "pidfd_open") else ():
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self._first.append(os.pidfd_open(child))
         self.pid = launch.holder() or self.pid
 
     def ended(self, *, wait: bool = False) -> Ended | None:
