@@ -25,8 +25,8 @@ from ..kernels.device import stream_for
 
 POSITIONS_OF_MASKS: Final = frozenset({"opt"})
 """Model types that count positions, where they are given none, by what the mask shows."""
-UNPLACED: Final = frozenset({"jamba", "nemotron_h"})
-"""Model types whose code takes positions, and whose attention reads none."""
+POSITIONS_IGNORED: Final = frozenset({"jamba", "nemotron_h"})
+"""Model types whose attention does not read the positions that their code takes."""
 
 
 class PromptNames(NamedTuple):

@@ -30,7 +30,14 @@ from transformers.generation import GenerationMode
 from ..._compat import CACHE, setting
 from ...errors import reason_of
 from ..call_context import active_call_of, active_call_of_thread, scores_rows
-from ..forward_pass import POSITIONS_OF_MASKS, UNPLACED, PromptNames, input_device, prompt_names, reads_positions
+from ..forward_pass import (
+    POSITIONS_IGNORED,
+    POSITIONS_OF_MASKS,
+    PromptNames,
+    input_device,
+    prompt_names,
+    reads_positions,
+)
 from ..model_state import ModelState, last_forward_of, owned_by, state_of
 from ..support import check_noise
 from .loop import FastDecodeOutput
@@ -224,7 +231,7 @@ class _TrainerLogProbs:
 
 
 def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) -> Tensor:
-    """The mask of finished rows, of which each has drawn so many tokens, before padding up to an end token."""
+    """The mask of finished rows: prompts, and tokens up to a row's end token, or the first `counts` of them."""
     tokens = sequences[:, mask.shape[1] :]
     ends = torch.zeros_like(tokens) if stopping.eos is None else torch.isin(tokens, stopping.eos).long()
     drawn = ends.cumsum(1) == ends
@@ -237,9 +244,9 @@ def _shown(mask: Tensor, stopping: Stopping, sequences: Tensor, counts: Tensor) 
 def _warn_of_positions(model: PreTrainedModel, shown: Tensor) -> None:
     """Log once if a pass without positions places tokens otherwise than the steps, by the mask ``[rows, width]``."""
     config, state = model.config.get_text_config(), state_of(model)
-    if state is None or not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS | UNPLACED:
+    if state is None or not reads_positions(model) or config.model_type in POSITIONS_OF_MASKS | POSITIONS_IGNORED:
         return
-    # Offsets change nothing in these.
+    # The same offset for all tokens of a row changes nothing in rotary embeddings.
     rotary = any(hasattr(config, name) for name in ("rope_parameters", "rope_theta", "rotary_dim"))
     gaps = (shown[:, :-1] & ~shown[:, 1:]).any()
     padded, gaps = torch.stack([(~shown).any(), gaps]).tolist()

@@ -26,7 +26,7 @@ Numbers = NDArray[np.int64]
 
 
 def model_type_of(model: PreTrainedModel) -> str:
-    """The kind of model whose experts choices are of, also where it is a part of one for images or rewards."""
+    """The `model_type` of a model's text config, which models with images or another head have too."""
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
